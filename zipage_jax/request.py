@@ -1,0 +1,136 @@
+"""One request: what its user asks for (`SamplingParams`), its state on the host (`Sequence`), what comes back (`RequestOutput`)."""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a request are drawn and when it stops; names and defaults follow vLLM.
+
+    `temperature=0` is the exact argmax. `seed` fixes what is drawn: the key of a token is fold_in(seed, position), so
+    neighbours, rows and buckets do not change it; None takes a seed from the engine's. `kv_budget` is this request's own
+    budget: None takes the engine's, an int counts entries (rounded up to pages), a float in (0, 1) is a share of
+    prompt + max_tokens, `"full"` never compresses.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Seq[int] | None = None
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Seq[str] | None = None
+    stop_token_ids: Seq[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    kv_budget: int | float | str | None = None
+
+    def __post_init__(self):
+        def check(ok: bool, name: str, want: str):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {want}")
+
+        def is_int(name):
+            value = getattr(self, name)
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            check(number, name, "a finite number")
+        check(is_int("n") and self.n >= 1, "n", "an integer of at least 1")
+        check(self.temperature >= 0, "temperature", "at least 0 (0 is greedy)")
+        check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        check(is_int("top_k") and self.top_k >= -1, "top_k", "a positive integer, or 0 or -1 for all tokens")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        check(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
+        check(is_int("max_tokens") and self.max_tokens >= 1, "max_tokens", "an integer of at least 1")
+        check(is_int("min_tokens") and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
+        check(self.seed is None or is_int("seed"), "seed", "an integer or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(value is None or (is_int(name) and 0 <= value <= MAX_LOGPROBS), name, f"None or in [0, {MAX_LOGPROBS}]")
+        if self.stop is not None and not isinstance(self.stop, str):
+            check(all(isinstance(s, str) for s in self.stop), "stop", "a string or a list of strings")
+        check("" not in self.stop_strings, "stop", "made of non-empty strings")
+        budget = self.kv_budget
+        if isinstance(budget, str):
+            check(budget == "full", "kv_budget", 'None, "full", a number of entries or a share in (0, 1]')
+        elif isinstance(budget, float):
+            check(0 < budget <= 1, "kv_budget", "a share in (0, 1] when it is a float")
+        elif budget is not None:
+            check(is_int("kv_budget") and budget >= 1, "kv_budget", "at least 1 entry when it is an integer")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log probability of one token (nats, before temperature and penalties) and its rank (1 is the most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestStats:
+    """What happened to a sample's cache. Entries are per layer and kv head."""
+
+    num_compressions: int = 0
+    entries_evicted: int = 0
+    peak_pages: int = 0
+    entries_held: int = 0
+    length: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One sample. `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` the stop string or token id."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    error: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All samples of one request, in the order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
