@@ -1,0 +1,32 @@
+"""Test setup: strict dtypes and ranks, deterministic Hypothesis, shape annotations checked at run time."""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import jax
+import pytest
+from hypothesis import HealthCheck, settings
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+settings.register_profile(
+    "zipage",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+settings.load_profile("zipage")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` need one; without it, asking for them is an error, not a skip."""
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU backend"))
