@@ -73,11 +73,3 @@ def test_jit_only_in_the_runner():
             continue
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute) and n.attr == "jit"]
         assert not calls, f"{name} calls jax.jit"
-
-
-def test_only_batches_pads():
-    """NULL_PAGE and NULL_SLOT fill arrays in batches.py alone."""
-    for name, path in modules("zipage_jax"):
-        if name in ("zipage_jax.batches", "zipage_jax.state"):
-            continue
-        assert "NULL_PAGE)" not in path.read_text().replace("!= NULL_PAGE)", ""), f"{name} pads with NULL_PAGE"

@@ -1,0 +1,112 @@
+"""Engine: plan -> dispatch -> commit, one step ahead of the device.
+
+The scheduler plans step t + 1 from counts alone, the runner enqueues it, and only then are the tokens of step t fetched and
+committed: the device never waits for the host. Single-threaded; `step` is to be called until `has_unfinished` is False.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from zipage_jax.metrics import Metrics
+from zipage_jax.outputs import Outputs, TokenLogprobs
+from zipage_jax.request import Sequence
+from zipage_jax.runner import Runner, StepResult
+from zipage_jax.scheduler import Plan, Scheduler
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Failed steps in a row after which the engine gives the requests up instead of trying them again."""
+
+
+@dataclass
+class Pending:
+    """A step that was dispatched and not yet committed."""
+
+    plan: Plan
+    result: StepResult
+
+
+class Engine:
+    """Runs requests to their end. `outputs` turns tokens into text and finds stop strings."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, outputs: Outputs):
+        self.runner, self.scheduler, self.outputs = runner, scheduler, outputs
+        self.metrics = Metrics(num_pages=runner.memory.num_pages - 1)
+        self._pending: Pending | None = None
+        self._failures = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request; ValueError if it can never run."""
+        self.scheduler.add(seq)
+        self.outputs.add(seq)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End a request's samples with finish_reason "abort" and free what they hold."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished() or self._pending is not None
+
+    def step(self) -> list[Sequence]:
+        """Plan and enqueue one step, commit the one before; returns the sequences that got a token or ended."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan()
+        planned = time.perf_counter()
+        try:
+            result = None if plan.empty else self.runner.dispatch(plan)
+            dispatched = time.perf_counter()
+            pending, self._pending = self._pending, None if result is None else Pending(plan, result)
+            fetched = pending.result.fetch() if pending else None
+        except Exception as error:  # noqa: BLE001 - whatever a step raises, the cache it was given is gone
+            return self._recover(error)
+        waited = time.perf_counter()
+        self._failures = 0
+        changed = self._commit(pending.plan, fetched) if pending else []
+        changed += self.scheduler.take_ended()
+        self.metrics.record(
+            plan,
+            self.scheduler,
+            plan_s=planned - start,
+            dispatch_s=dispatched - planned,
+            wait_s=waited - dispatched,
+            commit_s=time.perf_counter() - waited,
+        )
+        return changed
+
+    def drain(self) -> list[Sequence]:
+        """Commit what is in flight, without planning more."""
+        if self._pending is None:
+            return []
+        pending, self._pending = self._pending, None
+        try:
+            fetched = pending.result.fetch()
+        except Exception as error:  # noqa: BLE001
+            return self._recover(error)
+        return self._commit(pending.plan, fetched)
+
+    def _commit(self, plan: Plan, result: StepResult) -> list[Sequence]:
+        tokens = []
+        logprobs: list[TokenLogprobs | None] = []
+        for chunks, output in result.prefill:
+            if output.prompt_logprobs is not None:
+                self.outputs.add_prompt_logprobs(chunks, output.prompt_logprobs)
+            for row, chunk in enumerate(chunks):
+                if chunk.samples:
+                    tokens.append(int(output.tokens[row]))
+                    logprobs.append(TokenLogprobs.of_row(output.logprobs, row))
+        if result.decode is not None:
+            tokens += result.decode.tokens[: len(plan.decode)].tolist()
+            logprobs += [TokenLogprobs.of_row(result.decode.logprobs, row) for row in range(len(plan.decode))]
+        return self.scheduler.commit(plan, tokens, lambda seq, index, token: self.outputs.push(seq, token, logprobs[index]))
+
+    def _recover(self, error: Exception) -> list[Sequence]:
+        """After a failed step: new pools, uncompressed requests prefilled again, compressed ones ended with the error."""
+        log.exception("a step failed; the cache is rebuilt")
+        self._pending = None
+        self._failures += 1
+        self.runner.reset()
+        give_up = self._failures >= MAX_FAILURES
+        return self.scheduler.reset_after_failure(f"{type(error).__name__}: {error}", end_all=give_up)
