@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
-
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.write_pages import write_pages, write_window_queries
+
 from zipage_jax.state import NULL_SLOT, CacheState, PrefillBatch, RowBatch
 
 Attend = Callable[..., tuple]
@@ -45,7 +45,9 @@ def prefill_attend(batch: PrefillBatch, *, implementation: str | None = None) ->
 
     def attend(layer: int, cache: CacheState, q, k, v):
         first_page = layer * cache.num_pages
-        cache = _write_entries(cache, k, v, batch.column("page_id") + first_page, batch.column("offset"), implementation)
+        cache = _write_entries(
+            cache, k, v, batch.column("page_id") + first_page, batch.column("offset"), implementation
+        )
         if cache.window_queries is not None:
             cache = _keep_queries(cache, layer, q, batch.column("slot"), batch.column("window_row"), implementation)
         page_ids = batch.rows.page_ids + first_page
@@ -58,9 +60,7 @@ def prefill_attend(batch: PrefillBatch, *, implementation: str | None = None) ->
 
 
 def _write_entries(cache: CacheState, k, v, page_ids, offsets, implementation) -> CacheState:
-    k_pages, v_pages = write_pages(
-        cache.k_pages, cache.v_pages, k, v, page_ids, offsets, implementation=implementation
-    )
+    k_pages, v_pages = write_pages(cache.k_pages, cache.v_pages, k, v, page_ids, offsets, implementation=implementation)
     return dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
 
 

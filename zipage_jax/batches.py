@@ -51,7 +51,9 @@ def prefill_batch(
     return PrefillBatch(rows=rows, tokens=tokens, query_start=query_start)
 
 
-def compress_batch(jobs: list[CompressJob], *, num_rows: int, num_pages: int, num_targets: int, page_size: int) -> CompressBatch:
+def compress_batch(
+    jobs: list[CompressJob], *, num_rows: int, num_pages: int, num_targets: int, page_size: int
+) -> CompressBatch:
     """One row a job: its full pages, and the pages that take what is kept."""
     batch = CompressBatch(
         page_ids=np.full((num_rows, num_pages), NULL_PAGE, np.int32),
@@ -93,7 +95,9 @@ def _fill_tokens(out: np.ndarray, chunk: PrefillChunk, page_size: int, window: i
         out[:, i] = columns[name]
 
 
-def _rows(sequences: list[Sequence], samples: list[bool], num_rows: int, max_pages: int, padding_seat: int) -> np.ndarray:
+def _rows(
+    sequences: list[Sequence], samples: list[bool], num_rows: int, max_pages: int, padding_seat: int
+) -> np.ndarray:
     packed = np.zeros((num_rows, NUM_FIELDS + max_pages), np.int32)
     packed[:, NUM_FIELDS:] = NULL_PAGE
     packed[:, INT_FIELDS.index("seat")] = padding_seat

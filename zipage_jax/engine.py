@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from zipage_jax.metrics import Metrics
-from zipage_jax.outputs import Outputs, TokenLogprobs
+from zipage_jax.outputs import Outputs, Request, TokenLogprobs
 from zipage_jax.request import Sequence
 from zipage_jax.runner import Runner, StepResult
 from zipage_jax.scheduler import Plan, Scheduler
@@ -37,10 +37,16 @@ class Engine:
         self._pending: Pending | None = None
         self._failures = 0
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a request; ValueError if it can never run."""
-        self.scheduler.add(seq)
-        self.outputs.add(seq)
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError, and nothing queued, if its id is in use or it can never run."""
+        self.outputs.add(request)
+        try:
+            for seq in request.sequences:
+                self.scheduler.add(seq)
+        except ValueError:
+            self.scheduler.abort(request.request_id)
+            self.outputs.remove(request.request_id)
+            raise
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request's samples with finish_reason "abort" and free what they hold."""
@@ -60,7 +66,7 @@ class Engine:
             dispatched = time.perf_counter()
             pending, self._pending = self._pending, None if result is None else Pending(plan, result)
             fetched = pending.result.fetch() if pending else None
-        except Exception as error:  # noqa: BLE001 - whatever a step raises, the cache it was given is gone
+        except Exception as error:
             return self._recover(error)
         waited = time.perf_counter()
         self._failures = 0
@@ -83,7 +89,7 @@ class Engine:
         pending, self._pending = self._pending, None
         try:
             fetched = pending.result.fetch()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             return self._recover(error)
         return self._commit(pending.plan, fetched)
 
@@ -91,16 +97,20 @@ class Engine:
         tokens = []
         logprobs: list[TokenLogprobs | None] = []
         for chunks, output in result.prefill:
-            if output.prompt_logprobs is not None:
-                self.outputs.add_prompt_logprobs(chunks, output.prompt_logprobs)
+            first = 0
             for row, chunk in enumerate(chunks):
+                if output.prompt_logprobs is not None:
+                    self.outputs.push_prompt(chunk.seq, chunk.start, chunk.length, first, output.prompt_logprobs)
+                first += chunk.length
                 if chunk.samples:
                     tokens.append(int(output.tokens[row]))
                     logprobs.append(TokenLogprobs.of_row(output.logprobs, row))
         if result.decode is not None:
             tokens += result.decode.tokens[: len(plan.decode)].tolist()
             logprobs += [TokenLogprobs.of_row(result.decode.logprobs, row) for row in range(len(plan.decode))]
-        return self.scheduler.commit(plan, tokens, lambda seq, index, token: self.outputs.push(seq, token, logprobs[index]))
+        return self.scheduler.commit(
+            plan, tokens, lambda seq, index, token: self.outputs.push(seq, token, logprobs[index])
+        )
 
     def _recover(self, error: Exception) -> list[Sequence]:
         """After a failed step: new pools, uncompressed requests prefilled again, compressed ones ended with the error."""

@@ -63,7 +63,9 @@ class SamplingParams:
         check(self.seed is None or is_int("seed"), "seed", "an integer or None")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            check(value is None or (is_int(name) and 0 <= value <= MAX_LOGPROBS), name, f"None or in [0, {MAX_LOGPROBS}]")
+            check(
+                value is None or (is_int(name) and 0 <= value <= MAX_LOGPROBS), name, f"None or in [0, {MAX_LOGPROBS}]"
+            )
         if self.stop is not None and not isinstance(self.stop, str):
             check(all(isinstance(s, str) for s in self.stop), "stop", "a string or a list of strings")
         check("" not in self.stop_strings, "stop", "made of non-empty strings")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from models.loading import LoadedModel
+
 from zipage_jax.batches import compress_batch, decode_batch, prefill_batch
 from zipage_jax.buckets import Buckets, bucket
 from zipage_jax.config import EngineConfig
@@ -184,7 +184,9 @@ class Runner:
         if any(job.budget_pages > num_targets for job in jobs):
             num_targets = num_pages - 1
         page_size = self.config.page_size
-        return compress_batch(jobs, num_rows=num_rows, num_pages=num_pages, num_targets=num_targets, page_size=page_size)
+        return compress_batch(
+            jobs, num_rows=num_rows, num_pages=num_pages, num_targets=num_targets, page_size=page_size
+        )
 
     def _slice(self, batch, span: tuple[int, int]) -> tuple[Program, tuple]:
         start, stop = span

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-
 from models.common import ModelConfig
+
 from zipage_jax.attention import decode_attend, prefill_attend
 from zipage_jax.compression import compress_layers
 from zipage_jax.config import CompressionConfig
@@ -77,7 +77,10 @@ def prefill_step(
     seats, output = _draw(params, seats, batch.rows, hidden[last], model, options)
     if options.prompt_logprobs is not None:
         given = prompt_logprobs(
-            hidden, jnp.roll(tokens, -1), lambda h: model.module.logits(params, model.config, h), options.prompt_logprobs
+            hidden,
+            jnp.roll(tokens, -1),
+            lambda h: model.module.logits(params, model.config, h),
+            options.prompt_logprobs,
         )
         output = dataclasses.replace(output, prompt_logprobs=Logprobs(*given))
     return cache, seats, output
