@@ -40,9 +40,7 @@ class LLM:
         config: EngineConfig = from_options(EngineConfig, options)
         dtype = resolve_dtype(config.dtype)
         if random_weights:
-            loaded = models.random_model(model, dtype, config.seed)
-        else:
-            loaded = models.load(model, dtype)
+        loaded = models.random_model(model, dtype, config.seed) if random_weights else models.load(model, dtype)
         self.model_name, self.config = model, config
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.config
@@ -138,12 +136,12 @@ class LLM:
         requests = [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
         added = []
         try:
-            for i, request in enumerate(requests):
+            for request in requests:
                 self.engine.add(request)
                 added.append(request)
         except ValueError as error:
             self._remove(added)
-            raise ValueError(f"prompt {i}: {error}") from None
+            raise ValueError(f"prompt {len(added)}: {error}") from None
         return requests
 
     def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
