@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models.loading import LoadedModel
 
+from models import LoadedModel, ModelConfig
 from zipage_jax.batches import compress_batch, decode_batch, prefill_batch
 from zipage_jax.buckets import Buckets, bucket
 from zipage_jax.config import EngineConfig
@@ -20,7 +20,7 @@ from zipage_jax.request import MAX_LOGPROBS, Sequence
 from zipage_jax.scheduler import CompressJob, Plan, PrefillChunk
 from zipage_jax.seats import needs_seat_arrays, new_seats, seat_arrays, seat_bias, set_bias, set_seat, with_seat_arrays
 from zipage_jax.state import CacheState, StepOutput
-from zipage_jax.steps import Model, StepOptions, compress_step, decode_step, prefill_step
+from zipage_jax.steps import StepOptions, compress_step, decode_step, prefill_step
 
 log = logging.getLogger(__name__)
 
@@ -54,16 +54,15 @@ class Runner:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, memory: MemoryPlan, buckets: Buckets):
-        self.params, self.dtype = model.params, model.dtype
+        self.params, self.model = model.params, model.config
         self.config, self.memory, self.buckets = config, memory, buckets
-        self.model = Model(module=model.module, config=model.config)
         self.programs = Programs(jax.default_backend())
         self.reset()
 
     def reset(self) -> None:
         """A new, zeroed cache and empty seats; whatever was cached is lost."""
         self.cache = None  # free the old pool before the new one is made
-        self.cache = new_cache(self.model, self.config, self.memory, self.dtype)
+        self.cache = new_cache(self.model, self.config, self.memory, self.params.embedding.dtype)
         self.seats = new_seats(self.config.max_num_seqs)
 
     def dispatch(self, plan: Plan) -> StepResult:
@@ -92,7 +91,7 @@ class Runner:
         if self.config.compression is not None:
             for rows in b.compress_rows:
                 batch = self._compress_arrays([], rows, b.compress_pages[0])
-                work += [self._slice(batch, span) for span in _slices(0, self.model.config.num_layers, self.stride)]
+                work += [self._slice(batch, span) for span in _slices(0, self.model.num_layers, self.stride)]
         return self.programs.warm_up(work)
 
     @property
@@ -102,7 +101,7 @@ class Runner:
     @property
     def stride(self) -> int:
         """Layers that one compression program processes."""
-        return min(self.config.compression.layer_stride, self.model.config.num_layers)
+        return min(self.config.compression.layer_stride, self.model.num_layers)
 
     def _step(self, function, batch, options: StepOptions) -> tuple[Program, tuple]:
         program = Program(
@@ -121,7 +120,7 @@ class Runner:
     def _decode(self, sequences: list[Sequence]) -> StepOutput:
         for seq in sequences:
             if seq.params.min_tokens and seq.num_planned_outputs == seq.params.min_tokens:
-                bias = seat_bias(seq, seq.num_planned_outputs, self.model.config.vocab_size)
+                bias = seat_bias(seq, seq.num_planned_outputs, self.model.vocab_size)
                 self.seats = self.programs.run(SET_BIAS, self.seats, np.int32(seq.seat), bias)
         batch = decode_batch(
             sequences,
@@ -161,7 +160,7 @@ class Runner:
         return [list(chunks[i : i + rows]) for i in range(0, len(chunks), rows)]
 
     def _fill_seat(self, seq: Sequence) -> None:
-        vocab_size = self.model.config.vocab_size
+        vocab_size = self.model.vocab_size
         if self.seats.output_counts is None:
             self.seats = with_seat_arrays(self.seats, vocab_size)
         arrays = seat_arrays(seq, seq.num_planned_outputs, vocab_size)
@@ -202,9 +201,9 @@ class Runner:
         return bucket(max(len(seq.page_ids) for seq in sequences), self.buckets.table_pages)
 
 
-def new_cache(model: Model, config: EngineConfig, memory: MemoryPlan, dtype) -> CacheState:
+def new_cache(model: ModelConfig, config: EngineConfig, memory: MemoryPlan, dtype) -> CacheState:
     """A zeroed cache of the plan's size (zeros, because 0 · NaN of a stale value would reach an output)."""
-    c = model.config
+    c = model
     pages = (c.num_layers * memory.num_pages, c.num_kv_heads, config.page_size)
     compression = config.compression
     scores = queries = None

@@ -5,12 +5,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from models.common import ModelConfig
 
+import models
+from models import ModelConfig
 from zipage_jax.attention import decode_attend, prefill_attend
 from zipage_jax.compression import compress_layers
 from zipage_jax.config import CompressionConfig
@@ -33,28 +33,20 @@ class StepOptions:
     prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model file and its configuration: static in every step."""
-
-    module: ModuleType
-    config: ModelConfig
-
-
 def decode_step(
     params,
     cache: CacheState,
     seats: SeatState,
     rows: RowBatch,
     *,
-    model: Model,
+    model: ModelConfig,
     options: StepOptions,
     implementation: str | None = None,
 ) -> tuple[CacheState, SeatState, StepOutput]:
     """One token a row: its input is the row's last token, taken from its seat."""
     tokens = seats.last_token[rows.ints("seat")]
     attend = decode_attend(rows, implementation=implementation)
-    hidden, cache = model.module.forward(params, model.config, tokens, rows.ints("position"), cache, attend)
+    hidden, cache = models.forward(params, model, tokens, rows.ints("position"), cache, attend)
     seats, output = _draw(params, seats, rows, hidden, model, options)
     return cache, seats, output
 
@@ -65,21 +57,21 @@ def prefill_step(
     seats: SeatState,
     batch: PrefillBatch,
     *,
-    model: Model,
+    model: ModelConfig,
     options: StepOptions,
     implementation: str | None = None,
 ) -> tuple[CacheState, SeatState, StepOutput]:
     """New tokens of several rows; each row's last token draws the next one (kept by rows that have a seat)."""
     tokens = batch.column("token")
     attend = prefill_attend(batch, implementation=implementation)
-    hidden, cache = model.module.forward(params, model.config, tokens, batch.column("position"), cache, attend)
+    hidden, cache = models.forward(params, model, tokens, batch.column("position"), cache, attend)
     last = jnp.maximum(batch.query_start[1:] - 1, 0)
     seats, output = _draw(params, seats, batch.rows, hidden[last], model, options)
     if options.prompt_logprobs is not None:
         given = prompt_logprobs(
             hidden,
             jnp.roll(tokens, -1),
-            lambda h: model.module.logits(params, model.config, h),
+            lambda h: models.logits(params, model, h),
             options.prompt_logprobs,
         )
         output = dataclasses.replace(output, prompt_logprobs=Logprobs(*given))
@@ -93,8 +85,8 @@ def compress_step(
     return compress_layers(cache, batch, config, layer_start=layer_start, num_layers=num_layers)
 
 
-def _draw(params, seats: SeatState, rows: RowBatch, hidden, model: Model, options: StepOptions):
-    logits = model.module.logits(params, model.config, hidden)
+def _draw(params, seats: SeatState, rows: RowBatch, hidden, model: ModelConfig, options: StepOptions):
+    logits = models.logits(params, model, hidden)
     seat = rows.ints("seat")
     batch = SamplingBatch(
         position=rows.ints("position") + 1,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from models.common import ModelConfig
+from models import ModelConfig
 
 READ_BYTES_PER_S = {"NVIDIA H200": 4.49e12}
 BF16_FLOP_PER_S = {"NVIDIA H200": 664e12}
