@@ -39,7 +39,6 @@ class LLM:
     def __init__(self, model: str = "smollm2", *, random_weights: bool = False, **options: Any):
         config: EngineConfig = from_options(EngineConfig, options)
         dtype = resolve_dtype(config.dtype)
-        if random_weights:
         loaded = models.random_model(model, dtype, config.seed) if random_weights else models.load(model, dtype)
         self.model_name, self.config = model, config
         self.tokenizer = loaded.tokenizer
