@@ -82,6 +82,11 @@ class Engine:
         )
         return changed
 
+    def close(self) -> None:
+        """Wait for what is in flight and hand the device memory back."""
+        self.drain()
+        self.runner.close()
+
     def drain(self) -> list[Sequence]:
         """Commit what is in flight, without planning more."""
         if self._pending is None:

@@ -100,6 +100,9 @@ class Outputs:
             raise ValueError(f"request id {request.request_id!r} is in use; give each request its own")
         self._requests[request.request_id] = request
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def __getitem__(self, request_id: str) -> Request:
         return self._requests[request_id]
 

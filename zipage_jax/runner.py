@@ -65,6 +65,11 @@ class Runner:
         self.cache = new_cache(self.model, self.config, self.memory, self.params.embedding.dtype)
         self.seats = new_seats(self.config.max_num_seqs)
 
+    def close(self) -> None:
+        """Free the cache, the seats, the parameters and the executables."""
+        self.cache = self.seats = self.params = None
+        self.programs = Programs(jax.default_backend())
+
     def dispatch(self, plan: Plan) -> StepResult:
         """Enqueue the plan's compressions, prefills and decode, in this order."""
         result = StepResult()
