@@ -9,7 +9,7 @@ OWN = ("zipage_jax", "pallas_kernels", "models")
 ALLOWED = {
     "zipage_jax.pages": set(),
     "zipage_jax.request": set(),
-    "zipage_jax.scheduler": {"pages", "request", "config", "admission", "plan", "memory_plan"},
+    "zipage_jax.scheduler": {"pages", "request", "config", "admission", "plan", "memory_plan", "jobs"},
     "zipage_jax.state": set(),
     "zipage_jax.sampling": {"state"},
     "zipage_jax.text": set(),
@@ -18,7 +18,14 @@ ALLOWED = {
     "zipage_jax.steps": {"state", "config", "attention", "compression", "sampling", "models"},
     "zipage_jax.batches": {"state", "request", "plan", "scheduler"},
 }
-NO_JAX = ("zipage_jax.pages", "zipage_jax.request", "zipage_jax.scheduler", "zipage_jax.plan", "zipage_jax.admission")
+NO_JAX = (
+    "zipage_jax.pages",
+    "zipage_jax.request",
+    "zipage_jax.scheduler",
+    "zipage_jax.plan",
+    "zipage_jax.admission",
+    "zipage_jax.jobs",
+)
 
 
 def imports_of(path: pathlib.Path) -> set[str]:

@@ -1,6 +1,8 @@
 """One request: what its user asks for (`SamplingParams`), its state on the host (`Sequence`), what comes back (`RequestOutput`)."""
 
+import enum
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -136,3 +138,159 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class Status(enum.Enum):
+    """Where a sequence stands. All but WAITING, DRAINING and FINISHED are running: they hold pages and a seat."""
+
+    WAITING = "waiting"
+    """Holds nothing; new, or preempted."""
+    PREFILL = "prefill"
+    """Has tokens left to prefill and the pages for its next chunk."""
+    DECODE = "decode"
+    """Takes part in every decode step."""
+    SUSPENDED = "suspended"
+    """Needs a query slot for its next token."""
+    BLOCKED = "blocked"
+    """Needs pages for its next token."""
+    DUE = "due"
+    """Must compress before its next token."""
+    COMPRESSING = "compressing"
+    """Its layers are being compressed, slice by slice."""
+    DRAINING = "draining"
+    """Its last token is on its way; it holds nothing any more."""
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Host state of one sample of a request. The scheduler alone changes it; compared and hashed by identity.
+
+    `all_ids` are the prompt's tokens and the committed outputs; `in_flight` outputs were planned and are not yet committed.
+    `page_ids` is the page table in time order and `cache_len` the entries in it, those that the current plan writes included;
+    `num_evicted` true tokens before them are gone. `seat` and `query_slot` are -1 and 0 (NULL_SLOT) when it has none.
+    """
+
+    __slots__ = (
+        "all_ids",
+        "budget_pages",
+        "cache_len",
+        "chain",
+        "compress_len",
+        "error",
+        "finish_reason",
+        "in_flight",
+        "index",
+        "keys",
+        "max_len",
+        "min_len",
+        "next_event",
+        "num_evicted",
+        "num_prompt",
+        "num_registered",
+        "order",
+        "page_ids",
+        "params",
+        "pending_ids",
+        "query_slot",
+        "request_id",
+        "reserve",
+        "seat",
+        "seed",
+        "slot_pages",
+        "stats",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "wants_slot",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        seed: int = 0,
+        eos_ids: Iterable[int] = (),
+    ):
+        self.request_id, self.index, self.params, self.seed = request_id, index, params, seed
+        self.all_ids: list[int] = list(prompt_ids)
+        self.num_prompt = len(self.all_ids)
+        self.stop_ids: frozenset[int] = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            self.stop_ids |= frozenset(eos_ids)
+        self.min_len = self.num_prompt + params.min_tokens
+        self.max_len = self.num_prompt + params.max_tokens
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.stats = RequestStats()
+        self.in_flight = 0
+        # Set when it is added: pages kept by a compression (None: full KV), whether it is to have a query slot, the pages that
+        # a slot holder sets aside, and the entries at which it compresses next.
+        self.budget_pages: int | None = None
+        self.wants_slot = False
+        self.slot_pages = 0
+        self.compress_len = 0
+        # Contents of its full pages as prefix-map keys, made as needed.
+        self.keys: list[bytes] = []
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Forget everything that ends with a preemption."""
+        self.page_ids: list[int] = []
+        self.pending_ids: list[int] = []
+        self.cache_len = 0
+        self.num_evicted = 0
+        self.seat = -1
+        self.query_slot = 0
+        self.order = -1
+        self.reserve = 0
+        self.next_event = 0
+        self.num_registered = 0
+        self.chain = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """True length: prompt and outputs, those in flight included."""
+        return len(self.all_ids) + self.in_flight
+
+    @property
+    def num_written(self) -> int:
+        """True tokens whose K and V were computed, the current plan's included."""
+        return self.cache_len + self.num_evicted
+
+    @property
+    def position(self) -> int:
+        """True index of the last token that the current plan writes: its RoPE position."""
+        return self.cache_len + self.num_evicted - 1
+
+    @property
+    def num_planned_outputs(self) -> int:
+        """Index among the outputs of the newest planned one: how many were drawn before it."""
+        return len(self.all_ids) + self.in_flight - self.num_prompt - 1
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.all_ids[: self.num_prompt]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.all_ids[self.num_prompt :]
+
+    @property
+    def compressed(self) -> bool:
+        """Whether entries were evicted, or are being evicted: such a sequence cannot be prefilled again."""
+        return self.num_evicted > 0 or self.status is Status.COMPRESSING
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}.{self.index} {self.status.value}, {self.num_prompt} prompt + "
+            f"{self.num_tokens - self.num_prompt} output tokens, {self.cache_len} entries in {len(self.page_ids)} pages)"
+        )
