@@ -60,7 +60,7 @@ def abstract_params(config: ModelConfig, dtype: Any, shardings: Params | None = 
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, axis: str) -> Params:
-    """Shardings for tensor parallelism over a mesh axis: kv-head groups, MLP columns, the head's vocabulary; rest whole.
+    """Shardings for tensor parallelism over a mesh axis: kv-head groups, MLP columns, the head's vocabulary.
 
     Raises:
         ValueError: the number of devices along `axis` does not divide a sharded axis (kv heads, say).
