@@ -81,16 +81,20 @@ def test_every_parameter_moves_the_logits(kind, tmp_path):
 
 
 def test_cache_passes_through_the_layers_in_order():
-    model = models.random_model("tiny-llama", "float32")
+    config = models.SHAPES["tiny-llama"]
     seen = []
 
     def attend(layer, cache, q, k, v):
         seen.append((layer, cache, q.shape, k.shape, v.shape))
         return cache + 1, q
 
-    tokens = jnp.zeros(3, jnp.int32)
-    _, cache = models.forward(model.params, model.config, tokens, tokens, 0, attend)
-    assert cache == 2
+    def run(params, tokens):
+        hidden, cache = models.forward(params, config, tokens, tokens, 0, attend)
+        assert cache == 2
+        return hidden
+
+    hidden = jax.eval_shape(run, models.abstract_params(config, "bfloat16"), jax.ShapeDtypeStruct((3,), jnp.int32))
+    assert (hidden.shape, hidden.dtype) == ((3, 64), jnp.bfloat16)
     assert seen == [(i, i, (3, 4, 16), (3, 2, 16), (3, 2, 16)) for i in range(2)]
 
 
