@@ -40,7 +40,8 @@ __all__ = [
 Attend = Callable[[int, Any, Array, Array, Array], tuple[Any, Array]]
 """attend(layer, cache, q, k, v) -> (cache, out).
 
-q and out are [tokens heads head_dim], k and v [tokens kv_heads head_dim]; q and k come after norm and rotation. Who stores them, and which tokens see which, is the caller's business.
+q and out are [tokens heads head_dim], k and v [tokens kv_heads head_dim]; q and k come after norm and
+rotation. Who stores them, and which tokens see which, is the caller's business.
 """
 
 Rotation = tuple[Float[Array, "tokens 1 head_dim/2"], Float[Array, "tokens 1 head_dim/2"]]

@@ -146,8 +146,8 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
     layer_types = config.get("layer_types")
     if layer_types is None:
         windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
-        first_windowed = config.get("max_window_layers", 0) if windowed else config["num_hidden_layers"]
-        if first_windowed < config["num_hidden_layers"]:
+        first_windowed = config.get("max_window_layers", 0)
+        if windowed and first_windowed < _get(config, "num_hidden_layers"):
             raise ValueError(
                 f"sliding-window attention (sliding_window={config['sliding_window']} from layer {first_windowed} on) "
                 "is not supported; only full attention is"
@@ -167,14 +167,22 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
         raise ValueError(f"a quantised checkpoint ({method}) is not supported; use bf16, fp16, fp32 or a GGUF file")
 
 
+def _without_theta(rope: Mapping[str, Any]) -> dict[str, Any]:
+    renamed = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
+    return {key: value for key, value in renamed.items() if key != "rope_theta"}
+
+
 def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in new.values()):
         raise ValueError(f"rope_parameters per layer type ({sorted(new)}) are not supported")
     scaling = new or old
-    theta = new.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
+    thetas = {spelling["rope_theta"] for spelling in (config, old, new) if spelling.get("rope_theta") is not None}
+    if not thetas:
         raise ValueError("config.json has neither 'rope_theta' nor 'rope_parameters' with a 'rope_theta'")
+    if len(thetas) > 1 or (new and old and _without_theta(new) != _without_theta(old)):
+        raise ValueError(f"the two spellings of RoPE contradict each other: {sorted(thetas)}, {old}, {new}")
+    theta = thetas.pop()
     rotary_share = new.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary_share != 1.0:
         raise ValueError(f"partial_rotary_factor={rotary_share} is not supported; RoPE must turn the whole head")

