@@ -1,8 +1,14 @@
 """From a loaded model and a configuration to an engine: limits, memory plan, buckets, runner, scheduler."""
 
+import logging
+
 import jax
-from models import LoadedModel
-from zipage_jax.buckets import choose_buckets
+import jax.numpy as jnp
+
+from models import LoadedModel, ModelConfig
+from pallas_kernels.dispatch import default_implementation
+from zipage_jax import memory_plan
+from zipage_jax.buckets import Buckets, choose_buckets
 from zipage_jax.config import EngineConfig
 from zipage_jax.engine import Engine
 from zipage_jax.memory_plan import MemoryPlan
@@ -10,14 +16,139 @@ from zipage_jax.outputs import Outputs
 from zipage_jax.runner import Runner
 from zipage_jax.scheduler import Scheduler
 
+log = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 1 << 30
+"""Bytes for pages where the device does not say what it has."""
+DEVICE_RESERVE = 0.02
+"""Share of the device's memory left to fragmentation and to what libraries take."""
+
 
 def build_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
-    model = loaded.config
-    max_model_len = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    memory = MemoryPlan(config.num_pages or 1000, config.num_query_slots or 16)
-    buckets = choose_buckets(config, max_model_len=max_model_len, gather=True)
+    """An engine for `loaded`; ValueError if its limits or its memory cannot hold one request."""
+    model, device = loaded.config, jax.devices()[0]
+    max_model_len = model_len(model, config)
+    gather = default_implementation("paged_attention") == "xla"
+    buckets = choose_buckets(config, max_model_len=max_model_len, gather=gather)
+    itemsize = loaded.params.embedding.dtype.itemsize
+    memory = plan_for_device(model, config, buckets, itemsize, free_bytes(device))
+    log.info("%s", describe(model, config, memory, max_model_len))
     runner = Runner(loaded, config, memory, buckets)
+    if not gather:
+        log.info("compiled %d executables in %.1f s", len(runner.warm_up_work()), runner.warm_up())
     scheduler = Scheduler(
-        config, num_pages=memory.num_pages, num_slots=memory.num_slots, num_layers=model.num_layers, max_model_len=max_model_len
+        config,
+        num_pages=memory.num_pages,
+        num_slots=memory.num_slots,
+        num_layers=model.num_layers,
+        max_model_len=max_model_len,
     )
     return Engine(runner, scheduler, Outputs(loaded.tokenizer))
+
+
+def model_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Longest prompt + output: the configured one, never more positions than the model was made for."""
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's {limit} positions; use at most {limit}")
+    return config.max_model_len or limit
+
+
+def plan_for_device(
+    model: ModelConfig, config: EngineConfig, buckets: Buckets, itemsize: int, free: int | None
+) -> MemoryPlan:
+    """Pages and slots: as configured, or what `free` bytes hold beside activations and the compression workspace."""
+    compression = config.compression
+    shape = {
+        "num_layers": model.num_layers,
+        "page_size": config.page_size,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "itemsize": itemsize,
+    }
+    if compression is None:
+        page = memory_plan.page_bytes(**shape)
+        return memory_plan.plan_memory(
+            available_bytes(model, config, buckets, itemsize, free),
+            page_bytes=page,
+            max_num_seqs=config.max_num_seqs,
+            num_pages=config.num_pages,
+        )
+    return memory_plan.plan_memory(
+        available_bytes(model, config, buckets, itemsize, free),
+        page_bytes=memory_plan.page_bytes(**shape, score_itemsize=4 if compression.policy.keeps_history else 0),
+        slot_bytes=memory_plan.slot_bytes(
+            num_layers=model.num_layers,
+            window=compression.window,
+            num_heads=model.num_heads,
+            head_dim=model.head_dim,
+            itemsize=itemsize,
+        ),
+        max_pages=compression.max_pages,
+        max_num_seqs=config.max_num_seqs,
+        num_pages=config.num_pages,
+        num_slots=config.num_query_slots,
+    )
+
+
+def available_bytes(
+    model: ModelConfig, config: EngineConfig, buckets: Buckets, itemsize: int, free: int | None
+) -> int | None:
+    """Bytes for pages and query slots, or None if only `num_pages` limits them."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if config.num_pages is not None:
+        return None
+    if free is None:
+        return CPU_CACHE_BYTES
+    return free - activation_bytes(model, buckets, itemsize) - workspace_bytes(model, config, buckets, itemsize)
+
+
+def activation_bytes(model: ModelConfig, buckets: Buckets, itemsize: int) -> int:
+    """Temporaries of the largest step: the MLP of the largest prefill, and logits in float32 with what sampling makes of them."""
+    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    token = (3 * model.intermediate_size + 4 * model.hidden_size + attention) * itemsize
+    rows = max(buckets.decode_rows[-1], buckets.prefill_rows[-1])
+    return buckets.prefill_tokens[-1] * token + 4 * rows * model.vocab_size * 4
+
+
+def workspace_bytes(model: ModelConfig, config: EngineConfig, buckets: Buckets, itemsize: int) -> int:
+    """Temporaries of one slice of a compression; 0 without compression."""
+    if config.compression is None:
+        return 0
+    return memory_plan.workspace_bytes(
+        layer_stride=min(config.compression.layer_stride, model.num_layers),
+        max_rows=buckets.compress_rows[-1],
+        num_pages=buckets.compress_pages[-1],
+        budget_pages=config.compression.budget_pages,
+        page_size=config.page_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        itemsize=itemsize,
+    )
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Bytes that `device` still has for us, or None if it does not say (a CPU)."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return int(stats["bytes_limit"] * (1 - DEVICE_RESERVE)) - stats["bytes_in_use"]
+
+
+def describe(model: ModelConfig, config: EngineConfig, memory: MemoryPlan, max_model_len: int) -> str:
+    """The start-up line: pages, slots, N_max, policy."""
+    compression = config.compression
+    if compression is None:
+        return f"{memory}; full KV, at most {max_model_len} tokens a request, {config.max_num_seqs} seats"
+    return (
+        f"{memory}; N_max {compression.max_pages} pages of {config.page_size} entries, budget "
+        f"{compression.budget_pages * config.page_size}, window {compression.window}, {compression.policy}"
+    )
+
+
+def resolve_dtype(name: str) -> jnp.dtype:
+    """The dtype of `name`; "auto" is bfloat16 on a GPU and float32 elsewhere."""
+    if name == "auto":
+        name = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return jnp.dtype(name)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import jax
 from tqdm.auto import tqdm
 
 import models
-from zipage_jax.build import build_engine
+from zipage_jax.build import build_engine, resolve_dtype
 from zipage_jax.chat import render_chat
 from zipage_jax.config import EngineConfig, from_options
 from zipage_jax.outputs import Request
@@ -200,13 +199,6 @@ class LLM:
         self.engine.drain()
         for request in requests:
             self.engine.outputs.remove(request.request_id)
-
-
-def resolve_dtype(name: str):
-    """The jax dtype of `name`; "auto" is bfloat16 on a GPU and float32 elsewhere."""
-    if name == "auto":
-        name = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    return jax.numpy.dtype(name)
 
 
 def _as_list(prompts) -> list[Prompt]:

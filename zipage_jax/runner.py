@@ -84,6 +84,10 @@ class Runner:
 
     def warm_up(self) -> float:
         """Compile every bucket that plain requests can meet; returns the seconds it took."""
+        return self.programs.warm_up(self.warm_up_work())
+
+    def warm_up_work(self) -> list[tuple[Program, tuple]]:
+        """Programs and arguments of those buckets: no row asks for filters, penalties or log probabilities."""
         options = StepOptions()
         b = self.buckets
         work = []
@@ -97,7 +101,7 @@ class Runner:
             for rows in b.compress_rows:
                 batch = self._compress_arrays([], rows, b.compress_pages[0])
                 work += [self._slice(batch, span) for span in _slices(0, self.model.num_layers, self.stride)]
-        return self.programs.warm_up(work)
+        return work
 
     @property
     def padding_seat(self) -> int:
