@@ -20,6 +20,7 @@ class CacheState:
     """Paged KV cache of all layers. Carried and donated by every step.
 
     `scores` (the global score F) is None unless the policy keeps a history; `window_queries` is None without compression.
+    `positions` (the token position of each entry) is None unless evictions are recorded.
     """
 
     k_pages: Float[Array, "layers*pages kv_heads page_size head_dim"]
@@ -27,6 +28,7 @@ class CacheState:
     scores: Float[Array, "layers*pages kv_heads page_size"] | None
     window_queries: Float[Array, "layers*slots window heads head_dim"] | None
     num_layers: int = struct.field(pytree_node=False)
+    positions: Int[Array, "layers*pages kv_heads page_size"] | None = None
 
     @property
     def num_pages(self) -> int:
