@@ -28,7 +28,7 @@ def decode_attend(rows: RowBatch, *, implementation: str | None = None) -> Atten
         page_ids = rows.page_ids + layer * cache.num_pages
         page_id = jnp.take_along_axis(page_ids, (entry // page_size)[:, None], axis=1)[:, 0]
         offset = entry % page_size
-        cache = _write_entries(cache, k, v, page_id, offset, implementation)
+        cache = _write_entries(cache, k, v, page_id, offset, rows.ints("position"), implementation)
         if cache.window_queries is not None:
             window_row = offset - (page_size - cache.window_queries.shape[1])
             slot = jnp.where(window_row >= 0, slots, NULL_SLOT)
@@ -45,9 +45,8 @@ def prefill_attend(batch: PrefillBatch, *, implementation: str | None = None) ->
 
     def attend(layer: int, cache: CacheState, q, k, v):
         first_page = layer * cache.num_pages
-        cache = _write_entries(
-            cache, k, v, batch.column("page_id") + first_page, batch.column("offset"), implementation
-        )
+        page_id, offset = batch.column("page_id") + first_page, batch.column("offset")
+        cache = _write_entries(cache, k, v, page_id, offset, batch.column("position"), implementation)
         if cache.window_queries is not None:
             cache = _keep_queries(cache, layer, q, batch.column("slot"), batch.column("window_row"), implementation)
         page_ids = batch.rows.page_ids + first_page
@@ -59,9 +58,12 @@ def prefill_attend(batch: PrefillBatch, *, implementation: str | None = None) ->
     return attend
 
 
-def _write_entries(cache: CacheState, k, v, page_ids, offsets, implementation) -> CacheState:
+def _write_entries(cache: CacheState, k, v, page_ids, offsets, positions, implementation) -> CacheState:
     k_pages, v_pages = write_pages(cache.k_pages, cache.v_pages, k, v, page_ids, offsets, implementation=implementation)
-    return dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
+    recorded = cache.positions
+    if recorded is not None:
+        recorded = recorded.at[page_ids, :, offsets].set(jnp.broadcast_to(positions[:, None], k.shape[:2]))
+    return dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages, positions=recorded)
 
 
 def _keep_queries(cache: CacheState, layer: int, q, slots, window_rows, implementation) -> CacheState:

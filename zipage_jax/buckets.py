@@ -38,15 +38,13 @@ def choose_buckets(config: EngineConfig, *, max_model_len: int, gather: bool) ->
     compression = config.compression
     compress_rows = min(compression.max_rows, rows) if compression else 1
     least_pages = min(compression.max_pages, pages) if compression else 1
-    # Compressed requests hold N_max pages, so most tables are that wide; without compression start at a short text.
-    least_table = least_pages if compression else min(pages, -(-256 // config.page_size))
     if config.batch_invariant:
         return Buckets((rows,), (tokens,), (1,), (pages,), (compress_rows,), _powers(least_pages, pages, 4))
     return Buckets(
         decode_rows=_powers(1, rows, 4) if gather else _powers(8, rows, 2),
         prefill_tokens=_powers(min(16, tokens), tokens, 4) if gather else _powers(min(512, tokens), tokens, 4),
         prefill_rows=_powers(1, prefill_rows, 8) if gather else (prefill_rows,),
-        table_pages=_powers(least_table, pages, 4) if gather else (pages,),
+        table_pages=_powers(min(pages, -(-128 // config.page_size)), pages, 4) if gather else (pages,),
         compress_rows=_powers(1, compress_rows, 8),
         compress_pages=_powers(least_pages, pages, 2 if gather else 4),
     )

@@ -76,7 +76,11 @@ def plan_for_device(
         )
     return memory_plan.plan_memory(
         available_bytes(model, config, buckets, itemsize, free),
-        page_bytes=memory_plan.page_bytes(**shape, score_itemsize=4 if compression.policy.keeps_history else 0),
+        page_bytes=memory_plan.page_bytes(
+            **shape,
+            score_itemsize=4 if compression.policy.keeps_history else 0,
+            position_itemsize=4 if compression.record_evictions else 0,
+        ),
         slot_bytes=memory_plan.slot_bytes(
             num_layers=model.num_layers,
             window=compression.window,

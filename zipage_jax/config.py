@@ -112,6 +112,8 @@ class EngineConfig:
             )
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _check_choice("scheduling", self.scheduling, ("hybrid", "constrained"))
+        if self.compression is not None and not self.compression.policy.evicts:
+            object.__setattr__(self, "compression", None)
         if self.compression is not None:
             self.compression.check(self.page_size)
 

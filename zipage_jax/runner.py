@@ -215,16 +215,19 @@ def new_cache(model: ModelConfig, config: EngineConfig, memory: MemoryPlan, dtyp
     c = model
     pages = (c.num_layers * memory.num_pages, c.num_kv_heads, config.page_size)
     compression = config.compression
-    scores = queries = None
+    scores = queries = positions = None
     if compression is not None:
         queries = jnp.zeros((c.num_layers * (memory.num_slots + 1), compression.window, c.num_heads, c.head_dim), dtype)
         if compression.policy.keeps_history:
             scores = jnp.zeros(pages, jnp.float32)
+        if compression.record_evictions:
+            positions = jnp.zeros(pages, jnp.int32)
     return CacheState(
         k_pages=jnp.zeros((*pages, c.head_dim), dtype),
         v_pages=jnp.zeros((*pages, c.head_dim), dtype),
         scores=scores,
         window_queries=queries,
+        positions=positions,
         num_layers=c.num_layers,
     )
 
