@@ -1,0 +1,300 @@
+"""Decode attention: one query token a row over the row's pages.
+
+out[r, h] = softmax(q[r, h] · Kᵀ · scale) V over entries 0 … cache_len[r] − 1, in float32.
+
+The Hopper kernel is persistent: every SM runs the same number of streams, each a producer warpgroup that keeps tiles of K and V
+in flight by TMA, across work items, and a consumer warpgroup with wgmma. Work items are (row, chunk of tiles, kv head), longest
+first; rows longer than a chunk are merged by their log-sum-exp afterwards (split KV).
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import resolve
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30
+WGMMA_ROWS = 64
+GROUP_ROWS = 8
+"""Query heads of a kv head are padded to this many rows in memory (a swizzled tile), to WGMMA_ROWS in shared memory."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes of the Hopper kernel.
+
+    Attributes:
+        block_k: entries of a K or V tile.
+        stages: tiles in flight a stream.
+        streams: producer-consumer pairs a program; a second one hides the softmax of the first.
+        max_chunk: tiles of the longest work item; longer rows are split.
+        num_programs: persistent programs: one an SM.
+    """
+
+    block_k: int = 64
+    stages: int = 3
+    streams: int = 2
+    max_chunk: int = 40
+    num_programs: int = 132
+
+
+def paged_attention(
+    queries: Float[Array, "rows heads head_dim"],
+    k_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    page_ids: Int[Array, "rows max_pages"],
+    cache_len: Int[Array, " rows"],
+    *,
+    scale: float | None = None,
+    implementation: str | None = None,
+    config: Config | None = None,
+) -> Float[Array, "rows heads head_dim"]:
+    """Attention output of one token a row; rows with cache_len 0 give zeros.
+
+    Entries past cache_len are never seen; in the pages of a row they must be finite for "pallas" (0 · NaN is NaN).
+
+    Raises:
+        ValueError: shapes or dtypes that the named implementation cannot tile, with those that work.
+    """
+    scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
+    implementation = resolve("paged_attention", implementation)
+    if implementation == "xla" or queries.dtype == jnp.float32:
+        return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
+    config = config or Config()
+    _check(queries, k_pages, config)
+    return _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config)
+
+
+def _check(queries, k_pages, config: Config) -> None:
+    heads, head_dim = queries.shape[1:]
+    kv_heads, page_size = k_pages.shape[1:3]
+    if queries.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != queries.dtype:
+        raise ValueError(
+            f"queries {queries.dtype} and pages {k_pages.dtype} must both be bfloat16 or float16 for 'pallas'; use 'xla'"
+        )
+    if head_dim not in (64, 128, 256):
+        raise ValueError(f"head_dim={head_dim} must be 64, 128 or 256 for 'pallas'; use 'xla'")
+    if heads % kv_heads or heads // kv_heads > WGMMA_ROWS:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many")
+    if page_size % 8 or (page_size % config.block_k and config.block_k % page_size):
+        raise ValueError(f"page_size={page_size} must divide {config.block_k} (and be a multiple of 8) or be a multiple of it")
+
+
+def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):
+    rows, heads, head_dim = queries.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    entries = page_ids.shape[1] * page_size
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+
+    def gather(pool):
+        return pool[page_ids].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, entries, head_dim)
+
+    live = jnp.arange(entries, dtype=jnp.int32)[None, :] < cache_len[:, None]
+    q = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    logits = jnp.einsum("rkgd,rksd->rkgs", q, gather(k_pages), precision=precision).astype(jnp.float32) * scale
+    logits = jnp.where(live[:, None, None], logits, MASKED)
+    weights = jax.nn.softmax(logits, axis=-1, where=live[:, None, None])
+    # Entries past cache_len may hold anything here, NaN included.
+    values = jnp.where(live[:, None, :, None], gather(v_pages), 0)
+    out = jnp.einsum("rkgs,rksd->rkgd", weights.astype(values.dtype), values, precision=precision)
+    return out.reshape(rows, heads, head_dim)
+
+
+def work_list(
+    cache_len: Int[Array, " rows"], max_chunks: int, config: Config
+) -> tuple[Int[Array, "items 3"], Int[Array, " 1"]]:
+    """((row, chunk, tiles) of every work item, longest first, and how many there are). The same for all layers."""
+    rows = cache_len.shape[0]
+    tiles = -(-cache_len // config.block_k)
+    chunk = jnp.arange(max_chunks, dtype=jnp.int32)
+    size = jnp.clip(tiles[:, None] - chunk[None, :] * config.max_chunk, 0, config.max_chunk)
+    size = jnp.where(chunk[None, :] == max_chunks - 1, tiles[:, None] - chunk[None, :] * config.max_chunk, size)
+    size = jnp.maximum(size, 0).reshape(-1)
+    order = jnp.argsort(-size, stable=True).astype(jnp.int32)
+    items = jnp.stack([order // max_chunks, order % max_chunks, size[order]], axis=1)
+    assert items.shape == (rows * max_chunks, 3)
+    return items, jnp.sum(size > 0, dtype=jnp.int32)[None]
+
+
+def _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config: Config):
+    rows, heads, head_dim = queries.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    group = heads // kv_heads
+    group_rows = -(-group // GROUP_ROWS) * GROUP_ROWS
+    max_chunks = -(-page_ids.shape[1] * page_size // (config.block_k * config.max_chunk))
+    q = queries.reshape(rows, kv_heads, group, head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, group_rows - group), (0, 0)))
+    items, num_items = work_list(cache_len, max_chunks, config)
+    kernel = _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, queries.dtype, scale, config)
+    out, lse = kernel(q, k_pages, v_pages, page_ids, cache_len, items, num_items)
+    if max_chunks > 1:
+        out = _merge_chunks(out, lse[..., :group_rows], cache_len, config)
+    else:
+        out = out[:, 0]
+    out = jnp.where((cache_len > 0)[:, None, None, None], out[:, :, :group], 0)
+    return out.reshape(rows, heads, head_dim)
+
+
+def _merge_chunks(out, lse, cache_len, config: Config):
+    """Σ_c 2^(lse_c − max) out_c / Σ_c 2^(lse_c − max) over a row's chunks; unused chunks hold anything."""
+    chunk_start = jnp.arange(out.shape[1], dtype=jnp.int32) * (config.max_chunk * config.block_k)
+    used = (chunk_start[None, :] < cache_len[:, None])[:, :, None, None]
+    lse = jnp.where(used, lse, -jnp.inf)
+    weights = jnp.exp2(lse - jnp.maximum(lse.max(axis=1, keepdims=True), MASKED))
+    weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
+    parts = jnp.where(used[..., None], out.astype(jnp.float32), 0.0)
+    return jnp.sum(weights[..., None] * parts, axis=1).astype(out.dtype)
+
+
+@functools.cache
+def _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, dtype, scale, config: Config):
+    block_k, stages, streams = config.block_k, config.stages, config.streams
+    copies = max(1, block_k // page_size)
+    sub_tiles = max(1, page_size // block_k)
+    span = block_k // copies
+
+    def body(q_ref, k_ref, v_ref, table_ref, len_ref, items_ref, count_ref, out_ref, lse_ref, *scratch):
+        q_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free = scratch
+        wg = lax.axis_index("wg")
+        stream = lax.div(wg, jnp.int32(2))
+        first = lax.axis_index("program") * streams + stream
+        num_work = count_ref[0] * kv_heads
+        step = jnp.int32(config.num_programs * streams)
+        mine = lax.div(num_work - first + step - 1, step)
+
+        def item(i):
+            work = first + i * step
+            index = lax.div(work, jnp.int32(kv_heads))
+            head = lax.rem(work, jnp.int32(kv_heads))
+            return items_ref[index, 0], items_ref[index, 1], items_ref[index, 2], head
+
+        @pl.when(lax.rem(wg, jnp.int32(2)) == 1)
+        def _produce():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def one_item(i, done):
+                row, chunk, tiles, head = item(i)
+                start = chunk * config.max_chunk
+
+                def one_tile(t, carry):
+                    slot = lax.rem(done + t, jnp.int32(stages))
+                    tile = start + t
+                    if copies == 1:
+                        pages = [table_ref[row, lax.div(tile, jnp.int32(sub_tiles))]]
+                        offset = lax.rem(tile, jnp.int32(sub_tiles)) * block_k
+                    else:
+                        # A tile past the table's end reads the last page; its entries are masked.
+                        last = table_ref.shape[1] - 1
+                        pages = [table_ref[row, jnp.minimum(tile * copies + c, last)] for c in range(copies)]
+                        offset = 0
+
+                    def load(pool, smem, bar, free):
+                        @pl.when(done + t >= stages)
+                        def _():
+                            plgpu.barrier_wait(free.at[stream * stages + slot])
+
+                        for c, page in enumerate(pages):
+                            plgpu.copy_gmem_to_smem(
+                                pool.at[page, head, pl.ds(offset, span)],
+                                smem.at[stream, slot, pl.ds(c * span, span)],
+                                bar.at[stream * stages + slot],
+                            )
+
+                    load(k_ref, k_smem, k_bar, k_free)
+                    load(v_ref, v_smem, v_bar, v_free)
+                    return carry
+
+                lax.fori_loop(0, tiles, one_tile, 0)
+                return done + tiles
+
+            lax.fori_loop(0, mine, one_item, jnp.int32(0))
+
+        @pl.when(lax.rem(wg, jnp.int32(2)) == 0)
+        def _consume():
+            plgpu.set_max_registers(232 if streams == 1 else 208, action="increase")
+            q_tile = q_smem.at[stream]
+            q_tile[...] = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), dtype), plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+
+            def one_item(i, done):
+                row, chunk, tiles, head = item(i)
+                length = len_ref[row] - chunk * (config.max_chunk * block_k)
+                plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_tile.at[pl.ds(0, group_rows)], q_bar.at[stream])
+                plgpu.barrier_wait(q_bar.at[stream])
+                m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+                l = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+                acc = plgpu.layout_cast(jnp.full((WGMMA_ROWS, head_dim), 0.0, jnp.float32), plgpu.Layout.WGMMA)
+
+                def one_tile(t, carry):
+                    acc, m, l = carry
+                    slot = lax.rem(done + t, jnp.int32(stages))
+                    plgpu.barrier_wait(k_bar.at[stream * stages + slot])
+
+                    def qk(ref):
+                        plgpu.wgmma(ref, q_tile, k_smem.at[stream, slot].transpose((1, 0)))
+                        return ref[...]
+
+                    s = pl.run_scoped(qk, plgpu.ACC((WGMMA_ROWS, block_k), jnp.float32))
+                    plgpu.barrier_arrive(k_free.at[stream * stages + slot])
+                    ids = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, block_k), 1, layout=plgpu.Layout.WGMMA)
+                    s = jnp.where(ids + t * block_k < length, s * (scale * LOG2E), MASKED)
+                    m_new = jnp.maximum(m, s.max(axis=1))
+                    alpha = jnp.exp2(m - m_new)
+                    p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+                    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+                    l = l * alpha + p.sum(axis=1)
+                    p16 = p.astype(dtype)
+                    plgpu.barrier_wait(v_bar.at[stream * stages + slot])
+
+                    def pv(ref):
+                        plgpu.wgmma(ref, p16, v_smem.at[stream, slot])
+
+                    acc = pl.run_state(pv)(plgpu.ACC.init(acc))
+                    plgpu.barrier_arrive(v_free.at[stream * stages + slot])
+                    return acc, m_new, l
+
+                acc, m, l = lax.fori_loop(0, tiles, one_tile, (acc, m, l))
+                # The queries' tile takes the output: all tiles of the item have been multiplied.
+                q_tile[...] = (acc / lax.broadcast_in_dim(l, acc.shape, [0])).astype(dtype)
+                if max_chunks > 1:
+                    lse_smem.at[stream][...] = m + jnp.log2(l)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(0, group_rows)], out_ref.at[row, chunk, head])
+                if max_chunks > 1:
+                    plgpu.copy_smem_to_gmem(lse_smem.at[stream], lse_ref.at[row, chunk, head])
+                plgpu.wait_smem_to_gmem(0)
+                return done + tiles
+
+            lax.fori_loop(0, mine, one_item, jnp.int32(0))
+
+    # A tile's barrier waits for each of its copies.
+    arrivals = (copies, copies, 1, 1)
+    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=streams * stages) for n in arrivals]
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, max_chunks, kv_heads, group_rows, head_dim), dtype),
+            jax.ShapeDtypeStruct((rows, max_chunks, kv_heads, WGMMA_ROWS), jnp.float32),
+        ),
+        scratch_types=[
+            plgpu.SMEM((streams, WGMMA_ROWS, head_dim), dtype),
+            plgpu.SMEM((streams, stages, block_k, head_dim), dtype),
+            plgpu.SMEM((streams, stages, block_k, head_dim), dtype),
+            plgpu.SMEM((streams, WGMMA_ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=streams),
+            *barriers,
+        ],
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=2 * streams,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+    )
