@@ -12,6 +12,7 @@ import pytest
 import models
 from models.config import llama3_divisors
 from models.gguf_file import GgufFile, default_model_path
+from models.gguf_format import read_contents
 from models.tokenizer import from_gguf
 from tests.reference import tiny_models, transformer
 from tests.test_models import TOKENS, dense_logits
@@ -237,8 +238,40 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown architecture: gemma3; known: llama, qwen2, qwen3"):
         models.load(path)
     path.write_bytes(b"GGUF of a kind")
-    with pytest.raises(ValueError, match="is not a readable GGUF file"):
+    with pytest.raises(ValueError, match="has an unknown GGUF version"):
         models.load(path)
+    path.write_bytes(b"GGML")
+    with pytest.raises(ValueError, match="is not a GGUF file"):
+        models.load(path)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path, config = tmp_path / "m.gguf", tiny_models.config("llama", vocab_size=260)
+    write_gguf(path, config, tiny_models.tensors(config))
+    whole = path.read_bytes()
+    for size in (16, 40, 100, 600, 2000, 4000):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="is a damaged GGUF file"):
+            models.load(path)
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"ends within the tensor .*: \d+ of \d+ bytes"):
+        models.load(path)
+
+
+def test_metadata_and_tensors_read_as_gguf_reads_them(tmp_path):
+    path, config = tmp_path / "m.gguf", tiny_models.config("qwen3", vocab_size=260)
+    write_gguf(path, config, tiny_models.tensors(config), types={"lm_head.weight": gguf.GGMLQuantizationType.Q8_0})
+    contents, reader = read_contents(path), gguf.GGUFReader(path)
+    assert {
+        f"GGUF.{key}" for key in ("version", "tensor_count", "kv_count")
+    } | contents.metadata.keys() == reader.fields.keys()
+    for key, value in contents.metadata.items():
+        assert value == reader.fields[key].contents(), key
+    assert contents.tensors.keys() == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        np.testing.assert_array_equal(
+            contents.read(tensor.name), gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        )
 
 
 def test_tokenizers_of_qwen_and_llama_files(tmp_path):
