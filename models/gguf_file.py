@@ -10,10 +10,10 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 from models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from models.gguf_format import read_contents
 
 _OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -58,46 +58,32 @@ class GgufFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError) as error:
-            raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
+        self._contents = read_contents(path)
         self._architecture = self.metadata("general.architecture")
         if self._architecture not in ARCHITECTURES.values():
             known = ", ".join(sorted(ARCHITECTURES.values()))
             raise ValueError(f"{path}: unknown architecture: {self._architecture}; known: {known}")
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in self._reader.tensors}
-        self._divisors = self._tensors.pop(_ROPE_DIVISORS, None)
+        self._gguf_names = {_hf_name(name): name for name in self._contents.tensors}
+        self._has_divisors = self._gguf_names.pop(_ROPE_DIVISORS, None) is not None
         self.config = self._config()
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """The value of a metadata key, or `default`."""
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self._contents.metadata.get(key, default)
 
     @property
     def names(self) -> Set[str]:
         """Hugging Face names of the tensors (GGUF's own for those that have none)."""
-        return self._tensors.keys()
+        return self._gguf_names.keys()
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in float32, [out, in]."""
-        array = self._dequantised(self._tensors[name])
+        array = self._contents.read(self._gguf_names[name])
         if self._architecture == "llama" and (match := re.search(r"\.([qk])_proj\.weight$", name)):
             heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
             pairs = array.reshape(heads, self.config.head_dim // 2, 2, array.shape[-1])
             array = pairs.swapaxes(1, 2).reshape(array.shape)
         return array
-
-    def _dequantised(self, tensor: gguf.ReaderTensor) -> np.ndarray:
-        # Read, not mapped: pages of a mapped file would count as this process's memory.
-        raw = np.fromfile(self.path, tensor.data.dtype, tensor.data.size, offset=tensor.data_offset)
-        try:
-            return gguf.quants.dequantize(raw.reshape(tensor.data.shape), tensor.tensor_type)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"{self.path}: {tensor.name} has type {tensor.tensor_type.name}, which gguf cannot read"
-            ) from error
 
     def _config(self) -> ModelConfig:
         def get(key: str, default: Any = None) -> Any:
@@ -118,15 +104,15 @@ class GgufFile:
                 raise ValueError(
                     f"{self.path}: {self._architecture}.{key} = {value!r} is not supported (only {wanted!r} is)"
                 )
-        if (embedding := self._tensors.get("model.embed_tokens.weight")) is None:
+        if (embedding := self._contents.tensors.get("token_embd.weight")) is None:
             raise ValueError(f"{self.path} lacks the tensor token_embd.weight")
         divisors = None
-        if self._divisors is not None:
-            divisors = tuple(float(value) for value in self._dequantised(self._divisors))
+        if self._has_divisors:
+            divisors = tuple(float(value) for value in self._contents.read(_ROPE_DIVISORS))
         end_ids = (self.metadata(f"tokenizer.ggml.{key}") for key in _END_KEYS)
         return ModelConfig(
             architecture=self._architecture,
-            vocab_size=int(embedding.shape[1]),
+            vocab_size=embedding.shape[0],
             hidden_size=hidden_size,
             intermediate_size=get("feed_forward_length"),
             num_layers=get("block_count"),
@@ -135,7 +121,7 @@ class GgufFile:
             head_dim=head_dim,
             rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             rope=RopeConfig(float(get("rope.freq_base", 10000.0)), divisors),
-            tie_word_embeddings="lm_head.weight" not in self._tensors,
+            tie_word_embeddings="lm_head.weight" not in self._gguf_names,
             attention_bias=self._architecture == "qwen2",
             qk_norm=self._architecture == "qwen3",
             max_position_embeddings=get("context_length"),

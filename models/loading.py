@@ -40,7 +40,9 @@ def load(source: str | Path, dtype: Any = "bfloat16", *, shardings: Params | Non
         from models.gguf_file import GgufFile
 
         file = GgufFile(path)
-        return LoadedModel(file.config, assemble(file, file.config, dtype, shardings), tokenizer.from_gguf(file))
+        # The tokenizer first: if it is refused, it should not have cost the loading of the weights.
+        text = tokenizer.from_gguf(file)
+        return LoadedModel(file.config, assemble(file, file.config, dtype, shardings), text)
     if (path / "zipage_model.json").exists():
         from models import checkpoint
 
