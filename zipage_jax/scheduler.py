@@ -277,17 +277,21 @@ class Scheduler:
         for seq in sorted(self._members[Status.BLOCKED], key=lambda seq: seq.order):
             if seq.status is not Status.BLOCKED:
                 continue
-            num = 1
-            if seq.num_written < len(seq.all_ids):
-                num = self.limits.prefill_pages(seq) - len(seq.page_ids)
-            if self._obtain(seq, num):
-                seq.page_ids += self.pool.allocate(num)
+            if self._obtain(seq, self._num_lacking):
+                seq.page_ids += self.pool.allocate(self._num_lacking(seq))
                 self._note_pages(seq)
                 self._resume(seq)
 
-    def _obtain(self, seq: Sequence, num: int) -> bool:
-        """See to `num` free pages for `seq`, by preemption if need be; False if it has to wait (or was preempted itself)."""
-        while self.pool.num_free < num:
+    def _num_lacking(self, seq: Sequence) -> int:
+        """Pages that `seq` needs to go on: those of its next prefill segment, or one for its next token."""
+        if seq.num_written < len(seq.all_ids):
+            return self.limits.prefill_pages(seq) - len(seq.page_ids)
+        return 1
+
+    def _obtain(self, seq: Sequence, num_needed: Callable[[Sequence], int]) -> bool:
+        """See to enough free pages for `seq`, by preemption if need be; False if it has to wait (or was preempted itself)."""
+        # Asked again after every preemption: the pages that `seq` shared with a victim may be its own now.
+        while self.pool.num_free < num_needed(seq):
             if seq.in_flight or not self._victims:
                 return False
             victim = next(reversed(self._victims))
