@@ -55,10 +55,12 @@ class Compressor:
         self.due.clear()
         self.rows = []
 
-    def plan(self, obtain: Callable[[Sequence, int], bool]) -> tuple[tuple[CompressJob, ...], list[Sequence]]:
+    def plan(
+        self, obtain: Callable[[Sequence, Callable[[Sequence], int]], bool]
+    ) -> tuple[tuple[CompressJob, ...], list[Sequence]]:
         """Jobs of this step, and the sequences whose compression they complete.
 
-        `obtain(seq, num)` sees to `num` free pages for `seq`, or says that it has to wait.
+        `obtain(seq, num_needed)` sees to `num_needed(seq)` free pages, or says that `seq` has to wait.
         """
         if not self.rows:
             if not self.due:
@@ -77,13 +79,13 @@ class Compressor:
             self._complete(seq)
         return jobs, completed
 
-    def _start(self, obtain: Callable[[Sequence, int], bool]) -> None:
+    def _start(self, obtain: Callable[[Sequence, Callable[[Sequence], int]], bool]) -> None:
         self._layer = 0
         for seq in list(self.due):
             if len(self.rows) == self._max_rows:
                 break
             # It may have been preempted for one before it.
-            if seq in self.due and obtain(seq, self.num_fresh(seq)):
+            if seq in self.due and obtain(seq, self.num_fresh):
                 del self.due[seq]
                 self._assign_targets(seq)
                 self.rows.append(seq)

@@ -165,7 +165,7 @@ class Status(enum.Enum):
 class Sequence:
     """Host state of one sample of a request. The scheduler alone changes it; compared and hashed by identity.
 
-    `all_ids` are the prompt's tokens and the committed outputs; `in_flight` outputs were planned and are not yet committed.
+    `all_ids` are the prompt's tokens and the committed outputs; `num_tokens` counts the planned, uncommitted ones too.
     `page_ids` is the page table in time order and `cache_len` the entries in it, those that the current plan writes included;
     `num_evicted` true tokens before them are gone. `seat` and `query_slot` are -1 and 0 (NULL_SLOT) when it has none.
     """
@@ -178,7 +178,6 @@ class Sequence:
         "compress_len",
         "error",
         "finish_reason",
-        "in_flight",
         "index",
         "keys",
         "max_len",
@@ -187,6 +186,7 @@ class Sequence:
         "num_evicted",
         "num_prompt",
         "num_registered",
+        "num_tokens",
         "order",
         "page_ids",
         "params",
@@ -216,7 +216,7 @@ class Sequence:
     ):
         self.request_id, self.index, self.params, self.seed = request_id, index, params, seed
         self.all_ids: list[int] = list(prompt_ids)
-        self.num_prompt = len(self.all_ids)
+        self.num_prompt = self.num_tokens = len(self.all_ids)
         self.stop_ids: frozenset[int] = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_ids)
@@ -227,7 +227,6 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.stats = RequestStats()
-        self.in_flight = 0
         # Set when it is added: pages kept by a compression (None: full KV), whether it is to have a query slot, the pages that
         # a slot holder sets aside, and the entries at which it compresses next.
         self.budget_pages: int | None = None
@@ -253,9 +252,9 @@ class Sequence:
         self.chain = 0
 
     @property
-    def num_tokens(self) -> int:
-        """True length: prompt and outputs, those in flight included."""
-        return len(self.all_ids) + self.in_flight
+    def in_flight(self) -> int:
+        """Outputs that were planned and are not yet committed."""
+        return self.num_tokens - len(self.all_ids)
 
     @property
     def num_written(self) -> int:
@@ -270,7 +269,7 @@ class Sequence:
     @property
     def num_planned_outputs(self) -> int:
         """Index among the outputs of the newest planned one: how many were drawn before it."""
-        return len(self.all_ids) + self.in_flight - self.num_prompt - 1
+        return self.num_tokens - self.num_prompt - 1
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -55,6 +55,8 @@ class Scheduler:
         self._sharing = config.enable_prefix_caching
         self._requests: dict[str, dict[Sequence, None]] = {}
         self._ended: list[Sequence] = []
+        # Ended sequences, and how many tokens of theirs are still to come.
+        self._late: dict[Sequence, int] = {}
         self._order = 0
         self._clear()
 
@@ -128,7 +130,7 @@ class Scheduler:
             self._acquire_pages()
         for seq in self._decoding:
             seq.cache_len += 1
-            seq.in_flight += 1
+            seq.num_tokens += 1
         decode = tuple(self._decoding)
         return Plan(compress=compress, prefill=tuple(self._plan_prefill()), decode=decode)
 
@@ -138,25 +140,38 @@ class Scheduler:
         Tokens of sequences that have ended in the meantime are dropped. Stops, in this order: a stop token or string (from
         `min_tokens` on), the longest length.
         """
-        finished = Status.FINISHED
-        changed = []
         rows = [chunk.seq for chunk in plan.prefill if chunk.samples]
         rows += plan.decode
-        for index, (seq, token) in enumerate(zip(rows, tokens, strict=True)):
-            if seq.status is finished:
+        assert len(rows) == len(tokens), f"{len(tokens)} tokens for {len(rows)} rows"
+        live = self._drop_late(rows) if self._late else rows
+        for index, seq in enumerate(rows):
+            if live is not rows and seq.status is Status.FINISHED:
                 continue
-            ids = seq.all_ids
+            token, ids = tokens[index], seq.all_ids
             ids.append(token)
-            seq.in_flight -= 1
-            changed.append(seq)
             matched = None if on_token is None else on_token(seq, index, token)
-            length = len(ids)
-            if (token in seq.stop_ids or matched is not None) and length >= seq.min_len:
-                is_stop_id = token in (seq.params.stop_token_ids or ())
-                self._end(seq, "stop", token if is_stop_id else matched)
-            elif length >= seq.max_len:
-                self._end(seq, "length")
-        return changed
+            if token in seq.stop_ids or matched is not None or len(ids) >= seq.max_len:
+                self._check_stop(seq, token, matched)
+        return live
+
+    def _drop_late(self, rows: list[Sequence]) -> list[Sequence]:
+        """`rows` without those that have ended; each of them has one token less to come."""
+        live = []
+        for seq in rows:
+            if seq.status is not Status.FINISHED:
+                live.append(seq)
+            elif self._late[seq] == 1:
+                del self._late[seq]
+            else:
+                self._late[seq] -= 1
+        return live
+
+    def _check_stop(self, seq: Sequence, token: int, matched: str | None) -> None:
+        if (token in seq.stop_ids or matched is not None) and len(seq.all_ids) >= seq.min_len:
+            is_stop_id = token in (seq.params.stop_token_ids or ())
+            self._end(seq, "stop", token if is_stop_id else matched)
+        elif len(seq.all_ids) >= seq.max_len:
+            self._end(seq, "length")
 
     def reset_after_failure(self, message: str, end_all: bool = False) -> list[Sequence]:
         """After a step that lost the cache: prefill again, or end with an error who cannot be. Returns who ended.
@@ -170,10 +185,10 @@ class Scheduler:
         self.compressor.clear()
         self.draining.clear()
         self._clear()
-        for seq in self.waiting:
-            seq.in_flight = 0
+        self._late.clear()
+        for seq in [*lost, *self.waiting]:
+            seq.num_tokens = len(seq.all_ids)
         for seq in reversed(lost):
-            seq.in_flight = 0
             self._requeue(seq)
         for seq in ended:
             self._end(seq, "error", error=message)
@@ -262,17 +277,21 @@ class Scheduler:
         for seq in sorted(self._members[Status.BLOCKED], key=lambda seq: seq.order):
             if seq.status is not Status.BLOCKED:
                 continue
-            num = 1
-            if seq.num_written < len(seq.all_ids):
-                num = self.limits.prefill_pages(seq) - len(seq.page_ids)
-            if self._obtain(seq, num):
-                seq.page_ids += self.pool.allocate(num)
+            if self._obtain(seq, self._num_lacking):
+                seq.page_ids += self.pool.allocate(self._num_lacking(seq))
                 self._note_pages(seq)
                 self._resume(seq)
 
-    def _obtain(self, seq: Sequence, num: int) -> bool:
-        """See to `num` free pages for `seq`, by preemption if need be; False if it has to wait (or was preempted itself)."""
-        while self.pool.num_free < num:
+    def _num_lacking(self, seq: Sequence) -> int:
+        """Pages that `seq` needs to go on: those of its next prefill segment, or one for its next token."""
+        if seq.num_written < len(seq.all_ids):
+            return self.limits.prefill_pages(seq) - len(seq.page_ids)
+        return 1
+
+    def _obtain(self, seq: Sequence, num_needed: Callable[[Sequence], int]) -> bool:
+        """See to enough free pages for `seq`, by preemption if need be; False if it has to wait (or was preempted itself)."""
+        # Asked again after every preemption: the pages that `seq` shared with a victim may be its own now.
+        while self.pool.num_free < num_needed(seq):
             if seq.in_flight or not self._victims:
                 return False
             victim = next(reversed(self._victims))
@@ -349,7 +368,7 @@ class Scheduler:
         chunks.append(PrefillChunk(seq=seq, start=start, length=length, samples=samples))
         self._register(seq)
         if samples:
-            seq.in_flight += 1
+            seq.num_tokens += 1
             self._set_event(seq)
             self._move(seq, Status.DECODE)
         elif self.limits.is_due(seq):
@@ -439,6 +458,8 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
         seq.keys = []
+        if seq.in_flight:
+            self._late[seq] = seq.in_flight
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         samples = self._requests[seq.request_id]
         del samples[seq]
