@@ -4,15 +4,29 @@ Catches what cannot be seen on a CPU: kernels that do not lower, shared memory t
 donated pool. Not caught: wrong numbers, races, autotuning.
 """
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
+from pallas_kernels import dispatch
+
 TARGETS = {"h200": ("NVIDIA H200", 132), "a100": ("NVIDIA A100-SXM4-80GB", 108)}
 """Target -> (device kind, streaming multiprocessors). tests/targets holds what XLA needs to know of each."""
+
+
+@contextlib.contextmanager
+def as_on_hopper() -> Iterator[None]:
+    """Let `implementation=None` choose what it would on a Hopper GPU."""
+    dispatch.default_implementation.cache_clear()
+    with mock.patch.object(dispatch, "_is_hopper_or_newer", lambda: True):
+        yield
+    dispatch.default_implementation.cache_clear()
 
 
 def compile_for_gpu(function, args, *, target="h200", donate_argnums=(), compiler_options=None) -> jax.stages.Compiled:

@@ -130,8 +130,8 @@ def test_logit_bias_and_allowed_tokens():
 
 
 def test_logprobs_are_the_oracles():
-    from tests.reference import transformer
     from tests.engines import tiny
+    from tests.reference import transformer
 
     e = engine()
     prompt = [9, 8, 7, 6, 5, 4]
@@ -218,7 +218,7 @@ def test_ids_in_use_are_refused():
     e.add(request("a", [1], max_tokens=2))
     with pytest.raises(ValueError, match="'a' is in use"):
         e.add(request("a", [1], max_tokens=2))
-    with pytest.raises(ValueError, match="max_model_len|pages"):
+    with pytest.raises(ValueError, match=r"max_model_len|pages"):
         e.add(request("b", [1] * 600, max_tokens=2))
     while e.has_unfinished:
         e.step()

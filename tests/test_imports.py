@@ -73,10 +73,10 @@ def test_host_side_never_imports_jax():
             assert not {m for m in imports_of(path) if m.split(".")[0] in ("jax", "jaxlib", "flax")}, name
 
 
-def test_jit_only_in_the_runner():
+def test_jit_only_in_one_place():
     """One place compiles, so one place counts executables (checkpoint loading and benches excepted)."""
     for name, path in modules("zipage_jax"):
-        if name == "zipage_jax.runner" or name.startswith(("zipage_jax.bench", "zipage_jax.evals")):
+        if name == "zipage_jax.programs" or name.startswith(("zipage_jax.bench", "zipage_jax.evals")):
             continue
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute) and n.attr == "jit"]
         assert not calls, f"{name} calls jax.jit"

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.write_pages import write_pages, write_window_queries
-
 from zipage_jax.state import NULL_SLOT, CacheState, PrefillBatch, RowBatch
 
 Attend = Callable[..., tuple]

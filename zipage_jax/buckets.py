@@ -44,7 +44,7 @@ def choose_buckets(config: EngineConfig, *, max_model_len: int, gather: bool) ->
         decode_rows=_powers(1, rows, 4) if gather else _powers(8, rows, 2),
         prefill_tokens=_powers(min(16, tokens), tokens, 4) if gather else _powers(min(512, tokens), tokens, 4),
         prefill_rows=_powers(1, prefill_rows, 8) if gather else (prefill_rows,),
-        table_pages=_powers(min(pages, -(-128 // config.page_size)), pages, 4) if gather else (pages,),
+        table_pages=_powers(min(pages, -(-128 // config.page_size)), pages, 4) if gather else _table_pages(least_pages, pages),
         compress_rows=_powers(1, compress_rows, 8),
         compress_pages=_powers(least_pages, pages, 2 if gather else 4),
     )
@@ -56,6 +56,11 @@ def bucket(size: int, sizes: tuple[int, ...]) -> int:
     if i == len(sizes):
         raise ValueError(f"size {size} is past the largest bucket {sizes[-1]}")
     return sizes[i]
+
+
+def _table_pages(budgeted: int, pages: int) -> tuple[int, ...]:
+    """N_max, which most requests hold with a budget, and the longest."""
+    return (budgeted, pages) if 1 < budgeted < pages else (pages,)
 
 
 def _powers(least: int, most: int, factor: int) -> tuple[int, ...]:

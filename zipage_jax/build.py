@@ -1,6 +1,7 @@
 """From a loaded model and a configuration to an engine: limits, memory plan, buckets, runner, scheduler."""
 
 import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """An engine for `loaded`; ValueError if its limits or its memory cannot hold one request."""
     model, device = loaded.config, jax.devices()[0]
     max_model_len = model_len(model, config)
-    gather = default_implementation("paged_attention") == "xla"
+    gather = default_implementation("paged_attention") == "xla" or loaded.params.embedding.dtype == jnp.float32
     buckets = choose_buckets(config, max_model_len=max_model_len, gather=gather)
     itemsize = loaded.params.embedding.dtype.itemsize
     memory = plan_for_device(model, config, buckets, itemsize, free_bytes(device))
@@ -130,6 +131,12 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, buckets: Buckets, 
         head_dim=model.head_dim,
         itemsize=itemsize,
     )
+
+
+def reserve_device_memory(utilization: float) -> None:
+    """Let jax take this share of the GPU's memory. Without effect once jax has started its GPU back end, or if the user chose."""
+    if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(utilization)
 
 
 def free_bytes(device: jax.Device) -> int | None:

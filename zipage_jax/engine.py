@@ -113,9 +113,13 @@ class Engine:
         if result.decode is not None:
             tokens += result.decode.tokens[: len(plan.decode)].tolist()
             logprobs += [TokenLogprobs.of_row(result.decode.logprobs, row) for row in range(len(plan.decode))]
-        return self.scheduler.commit(
-            plan, tokens, lambda seq, index, token: self.outputs.push(seq, token, logprobs[index])
-        )
+        changed = self.scheduler.commit(plan, tokens, lambda seq, i, token: self.outputs.push(seq, token, logprobs[i]))
+        now = time.perf_counter()
+        for seq in changed:
+            if seq.stats.first_token_s is None:
+                seq.stats.first_token_s = now
+            seq.stats.finished_s = now
+        return changed
 
     def _recover(self, error: Exception) -> list[Sequence]:
         """After a failed step: new pools, uncompressed requests prefilled again, compressed ones ended with the error."""

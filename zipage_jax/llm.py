@@ -11,7 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 import models
-from zipage_jax.build import build_engine, resolve_dtype
+from zipage_jax.build import build_engine, reserve_device_memory, resolve_dtype
 from zipage_jax.chat import render_chat
 from zipage_jax.config import EngineConfig, from_options
 from zipage_jax.outputs import Request
@@ -37,6 +37,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", *, random_weights: bool = False, **options: Any):
         config: EngineConfig = from_options(EngineConfig, options)
+        reserve_device_memory(config.gpu_memory_utilization)
         dtype = resolve_dtype(config.dtype)
         loaded = models.random_model(model, dtype, config.seed) if random_weights else models.load(model, dtype)
         self.model_name, self.config = model, config
@@ -58,12 +59,12 @@ class LLM:
         Raises:
             ValueError: a prompt that is empty, too long or holds ids outside the vocabulary, naming which.
         """
-        requests = self._add(prompts, sampling_params)
+        requests = self.submit(prompts, sampling_params)
         try:
             self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         finally:
-            self._remove(requests)
+            self.forget(requests)
 
     def chat(
         self,
@@ -93,13 +94,13 @@ class LLM:
 
         Closing the generator aborts what is unfinished.
         """
-        requests = self._add(prompts, sampling_params)
+        requests = self.submit(prompts, sampling_params)
         try:
             while any(not request.finished for request in requests):
                 for request_id in {seq.request_id for seq in self.engine.step()}:
                     yield self.engine.outputs[request_id].output()
         finally:
-            self._remove(requests)
+            self.forget(requests)
 
     def get_tokenizer(self):
         """The tokenizer (Hugging Face's interface); ValueError for a model that has none."""
@@ -126,7 +127,10 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.model_name!r}, {self.engine.runner.memory if self.engine else 'closed'})"
 
-    def _add(self, prompts, sampling_params) -> list[Request]:
+    def submit(
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Request]:
+        """Queue prompts without running them; step `engine` to run, then `forget` them. All are checked, or none is queued."""
         if self.engine is None:
             raise ValueError("this LLM is closed; build a new one")
         prompts = _as_list(prompts)
@@ -138,7 +142,7 @@ class LLM:
                 self.engine.add(request)
                 added.append(request)
         except ValueError as error:
-            self._remove(added)
+            self.forget(added)
             raise ValueError(f"prompt {len(added)}: {error}") from None
         return requests
 
@@ -191,8 +195,8 @@ class LLM:
                     bar.set_postfix_str(f"in {num_prompt_tokens / elapsed:.0f} tok/s, out {tokens / elapsed:.0f} tok/s")
                 bar.update(finished - bar.n)
 
-    def _remove(self, requests: list[Request]) -> None:
-        """Forget these requests; what is unfinished (an interrupted call) is aborted and its pages are freed."""
+    def forget(self, requests: list[Request]) -> None:
+        """Let go of submitted requests; what is unfinished (an interrupted call) is aborted and its pages are freed."""
         for request in requests:
             if not request.finished:
                 self.engine.abort(request.request_id)
