@@ -5,6 +5,7 @@ A restore reads every array straight to its place, on one device or on a mesh; n
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def save(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists and is not an empty directory")
     path.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         checkpointer.save(path.absolute() / _PARAMS, _by_name(params))
     if tokenizer is not None:
         tokenizer.save_pretrained(path / TOKENIZER)
@@ -72,9 +73,30 @@ def restore(path: Path, config: ModelConfig, dtype: Any, shardings: Params | Non
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: here, abstract_params(config, dtype))
     target = abstract_params(config, dtype, shardings)
-    with ocp.StandardCheckpointer() as checkpointer:
-        arrays = checkpointer.restore(path.absolute() / _PARAMS, _by_name(target))
+    arrays: dict[str, jax.Array] = {}
+    with _checkpointer() as checkpointer:
+        for part in _parts(_by_name(target)):
+            restore_args = ocp.checkpoint_utils.construct_restore_args(part)
+            arguments = ocp.args.PyTreeRestore(part, restore_args=restore_args, partial_restore=True)
+            arrays |= checkpointer.restore(path.absolute() / _PARAMS, args=arguments)
     return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in _by_name(target)])
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    # Weights hardly compress, and decompressing them would be most of the time of a restore.
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False))
+
+
+def _parts(named: dict[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Groups of at most a sixteenth of the parameters (or one): what is read together is in the host's memory together."""
+    num_bytes = {name: leaf.size * leaf.dtype.itemsize for name, leaf in named.items()}
+    limit, part = sum(num_bytes.values()) / 16, {}
+    for name, leaf in named.items():
+        if part and sum(num_bytes[held] for held in part) + num_bytes[name] > limit:
+            yield part
+            part = {}
+        part[name] = leaf
+    yield part
 
 
 def _by_name(params: Params) -> dict[str, Any]:

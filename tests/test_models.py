@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -22,10 +23,11 @@ def dense_attend(layer, cache, q, k, v):
     """Causal attention within one sequence that starts at its first token."""
     tokens, heads, head_dim = q.shape
     k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
-    scores = jnp.einsum("qhd,khd->hqk", q, k).astype(jnp.float32) / np.float32(np.sqrt(head_dim))
+    precision = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("qhd,khd->hqk", q, k, precision=precision).astype(jnp.float32) / np.float32(np.sqrt(head_dim))
     scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool))[None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return cache, jnp.einsum("hqk,khd->qhd", weights, v)
+    return cache, jnp.einsum("hqk,khd->qhd", weights, v, precision=precision)
 
 
 def dense_logits(model: models.LoadedModel, tokens, positions=None) -> np.ndarray:
@@ -57,6 +59,26 @@ def test_logits_match_the_oracle_and_transformers(case, tmp_path):
     np.testing.assert_allclose(got, expected, atol=2e-5 * expected.std())
     golden = np.load(Path(__file__).parent / "goldens" / "transformers_tiny.npz")[case]
     np.testing.assert_allclose(got, golden, atol=2e-5 * expected.std())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers_on_a_gpu(case, tmp_path):
+    test_logits_match_the_oracle_and_transformers(case, tmp_path)
+
+
+@pytest.mark.gpu
+def test_random_weights_are_made_on_the_device():
+    def host_bytes():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+    models.random_model("tiny-qwen3")
+    before, start = host_bytes(), time.perf_counter()
+    model = models.random_model("qwen3-8b", "bfloat16")
+    jax.block_until_ready(model.params)
+    assert time.perf_counter() - start < 30
+    assert host_bytes() - before < 2e9  # of 16.4e9
 
 
 @pytest.mark.parametrize("kind", models.MODELS)
@@ -206,6 +228,7 @@ def test_checkpoint_names_are_used_once(name):
 def test_import_is_light_and_silent():
     code = """
 import sys
+import time
 import models
 heavy = {"torch", "transformers", "gguf", "orbax", "huggingface_hub", "zipage_jax", "pallas_kernels"} & set(sys.modules)
 assert not heavy, heavy
