@@ -11,9 +11,10 @@ import pytest
 
 from tests.compression_cases import Case, make_case, read_entries
 from tests.reference import scores as oracle
-from zipage_jax.compression import compress_layers
+from zipage_jax.compression import compress_layers, workspace_bytes
 from zipage_jax.config import CompressionConfig
 from zipage_jax.scoring import PRESETS, Attention, Scored, ScoringPolicy, ValueGuard
+from zipage_jax.state import CacheState, CompressBatch
 
 EVICTING = sorted(set(PRESETS) - {"full"})
 POLICIES = {**{name: PRESETS[name] for name in EVICTING}, "zipage + value guard": ValueGuard(PRESETS["zipage"], 0.1)}
@@ -228,3 +229,54 @@ def test_full_and_missing_scores_are_refused():
     with pytest.raises(ValueError, match="keeps a history"):
         compress(case, PRESETS["zipage"])
     compress(case, Attention())
+
+
+SHAPES = {
+    "Qwen3-8B, a slice of 8 requests": dict(
+        rows=8, pages=9, budget_pages=8, num_layers=8, heads=(32, 8, 128), page_size=256
+    ),
+    "a long prompt": dict(rows=1, pages=33, budget_pages=8, num_layers=8, heads=(32, 8, 128), page_size=256),
+    "small pages": dict(rows=8, pages=33, budget_pages=32, num_layers=8, heads=(9, 3, 64), page_size=16),
+}
+
+
+@pytest.mark.parametrize("policy", ["zipage", "zipage-flash", "r-kv"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_workspace_is_planned_and_pools_are_updated_in_place(name, policy):
+    """What the compiled program takes beside its arguments stays below the plan, and every pool is aliased."""
+    shape = dict(SHAPES[name])
+    (heads, kv_heads, head_dim), page_size = shape.pop("heads"), shape["page_size"]
+    rows, pages, targets, layers = (shape[k] for k in ("rows", "pages", "budget_pages", "num_layers"))
+    config = CompressionConfig(budget_pages=targets, policy=policy)
+    pool = (layers * (rows * pages + 1), kv_heads, page_size)
+    array, ints = jax.ShapeDtypeStruct, jnp.int32
+    cache = CacheState(
+        k_pages=array((*pool, head_dim), jnp.bfloat16),
+        v_pages=array((*pool, head_dim), jnp.bfloat16),
+        scores=array(pool, jnp.float32) if config.policy.keeps_history else None,
+        window_queries=array((layers * (rows + 1), config.window, heads, head_dim), jnp.bfloat16),
+        num_layers=layers,
+    )
+    batch = CompressBatch(
+        page_ids=array((rows, pages), ints),
+        target_ids=array((rows, targets), ints),
+        **{k: array((rows,), ints) for k in ("num_pages", "budget", "history_len", "slots", "seeds")},
+    )
+    run = jax.jit(functools.partial(compress_layers, config=config, num_layers=layers), donate_argnames="cache")
+    memory = run.lower(cache=cache, batch=batch, layer_start=array((), ints)).compile().memory_analysis()
+    planned = workspace_bytes(
+        config,
+        rows=rows,
+        pages=pages,
+        target_pages=targets,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        itemsize=2,
+    )
+    assert memory.temp_size_in_bytes <= planned
+    if name.startswith("Qwen3-8B"):
+        assert planned < 1.5 * memory.temp_size_in_bytes, "the plan reserves much more than is used"
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

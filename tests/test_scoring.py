@@ -177,7 +177,6 @@ def test_weights_at_their_ends():
     assert same(case, GlobalScore(Attention(), decay=0.0, combine="sum"), Attention())
     assert not same(case, GlobalScore(Attention(), decay=1.0), Attention())
     assert same(case, Pool(Attention(), kernel=1, when="always"), Attention())
-    assert same(case, ValueGuard(Attention(), share=0.0), Attention())
 
 
 def test_pooling_first_pools_only_requests_without_history():
