@@ -16,6 +16,8 @@ from zipage_jax.config import CompressionConfig
 from zipage_jax.scoring import ScoreContext, Scored, ScoringPolicy
 from zipage_jax.state import CacheState, CompressBatch
 
+CHUNK = 1 << 24
+"""Numbers that an XLA form of a kernel holds at a time, or one row's if those are more."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Score of a valid entry that a policy calls NaN or -inf: still before padding, which is -inf."""
 
@@ -141,3 +143,33 @@ def compact_cache(
         values = values.reshape(rows, kv_heads, -1, context.page_size).transpose(0, 2, 1, 3)
         changes["scores"] = cache.scores.at[target_ids].set(values.astype(cache.scores.dtype))
     return dataclasses.replace(cache, **changes)
+
+
+def workspace_bytes(
+    config: CompressionConfig,
+    *,
+    rows: int,
+    pages: int,
+    target_pages: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    itemsize: int,
+) -> int:
+    """Bytes of temporaries that one call of `compress_layers` may take, an upper bound for every implementation.
+
+    Per entry of every row ten float32 (scores, history, redundancy, the selection's sort); and the largest of: a chunk of rows
+    in six arrays (logits or similarities, and the keys they come from); the keys, values and logits of one layer, for policies
+    that read entries; K and V of all kept entries, staged before they are written, with one more of both in flight.
+    """
+    flat, entries, kept = rows * num_layers, pages * page_size, target_pages * page_size
+    per_entry = 10 * 4 * flat * num_kv_heads * entries
+    row = entries * max(num_heads * config.window, num_kv_heads * head_dim, num_kv_heads * page_size)
+    chunk = 6 * 4 * max(row, min(CHUNK, flat * row))
+    layer = 0
+    if config.policy.reads_entries:
+        layer = 4 * rows * entries * (3 * num_kv_heads * head_dim + 3 * num_heads * config.window)
+    staged = flat * num_kv_heads * kept * (3 * head_dim * itemsize + 6 * 4)
+    return per_entry + max(chunk, layer, staged)
