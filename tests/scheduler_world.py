@@ -154,7 +154,7 @@ class World:
                 f"I10: stuck with {scheduler.running()} and {scheduler.num_waiting} waiting"
             )
         ended = [job for job in plan.compress if job.layers[1] == self.num_layers]
-        self.quiet = 0 if tokens or ended else self.quiet + 1
+        self.quiet = 0 if tokens or ended or not scheduler.has_unfinished() else self.quiet + 1
         assert self.quiet < MAX_QUIET_STEPS, "I10: no token for too long"
         self.commit()
         self.pending = None if tokens is None else (plan, tokens)
@@ -270,12 +270,12 @@ def add_family(world: World, choose) -> None:
     """A request that compresses after its prompt, and a longer one that begins with all of its pages."""
     if world.config.compression is None:
         return
-    base = choose(BASES)
+    first, second = BASES
     length = min(world.config.compression.max_pages * world.config.page_size, MAX_MODEL_LEN - 2)
-    for num_prompt in (length, length + choose([1, 2, world.config.page_size])):
-        world.add(
-            base[: min(num_prompt, MAX_MODEL_LEN - 1)], SamplingParams(max_tokens=choose([3, 9]), ignore_eos=True)
-        )
+    longer = min(length + choose([1, 2, world.config.page_size]), MAX_MODEL_LEN - 1)
+    # While the first compresses, the second waits its turn and the third takes hold of all its pages.
+    for prompt in (second[:length], first[:length], first[:longer])[choose([0, 1]) :]:
+        world.add(prompt, SamplingParams(max_tokens=choose([3, 9]), ignore_eos=True))
 
 
 def random_world(random) -> World:

@@ -1,6 +1,7 @@
 """The invariants I1–I14 after every step of random lives of the scheduler: a Hypothesis state machine on a shadow device."""
 
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -17,7 +18,7 @@ def chooser(data):
 class SchedulerMachine(RuleBasedStateMachine):
     """add / step / abort / preempt / lose the device, in any order; every example is run to its end."""
 
-    totals: Counter = Counter()
+    totals: ClassVar[Counter] = Counter()
 
     @initialize(data=st.data())
     def start(self, data):
@@ -31,11 +32,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_family(self, data):
         add_family(self.world, chooser(data))
 
+    @precondition(lambda self: self.world.scheduler.has_unfinished())
     @rule(num=st.sampled_from([1, 1, 2, 4, 8]))
     def step(self, num):
         for _ in range(num):
             self.world.step()
 
+    @precondition(lambda self: self.world.scheduler.has_unfinished())
     @rule()
     def step_and_wait(self):
         self.world.step(late=False)

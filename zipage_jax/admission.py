@@ -114,14 +114,14 @@ class Limits:
 
     def max_hits(self, seq: Sequence) -> int:
         """Full pages that a prefix hit may cover: the last token is computed, and so are the window's queries."""
-        hits = (len(seq.all_ids) - 1) // self.config.page_size
+        hits = (seq.prefill_len - 1) // self.config.page_size
         if self.compresses(seq):
             hits = min(hits, seq.compress_len // self.config.page_size - 1)
         return hits
 
     def prefill_pages(self, seq: Sequence) -> int:
         """Pages for prefilling all known tokens of `seq`, or the part before its next compression."""
-        entries = seq.cache_len + len(seq.all_ids) - seq.num_written
+        entries = seq.prefill_len - seq.num_evicted
         if self.compresses(seq):
             entries = min(entries, seq.compress_len)
         return ceil_div(entries, self.config.page_size)

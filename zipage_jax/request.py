@@ -191,6 +191,7 @@ class Sequence:
         "page_ids",
         "params",
         "pending_ids",
+        "prefill_len",
         "query_slot",
         "request_id",
         "reserve",
@@ -250,6 +251,8 @@ class Sequence:
         self.next_event = 0
         self.num_registered = 0
         self.chain = 0
+        # Tokens known when it was admitted: they are prefilled, the later ones decoded.
+        self.prefill_len = 0
 
     @property
     def in_flight(self) -> int:

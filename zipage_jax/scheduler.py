@@ -214,7 +214,7 @@ class Scheduler:
 
     def _resume(self, seq: Sequence) -> None:
         """Let a running sequence go on: prefill what is left, decode, or first get pages."""
-        if seq.num_written < len(seq.all_ids):
+        if seq.num_written < seq.prefill_len:
             lacks = self.limits.prefill_pages(seq) > len(seq.page_ids)
             self._move(seq, Status.BLOCKED if lacks else Status.PREFILL)
         elif seq.cache_len == len(seq.page_ids) * self.pool.page_size:
@@ -284,7 +284,7 @@ class Scheduler:
 
     def _num_lacking(self, seq: Sequence) -> int:
         """Pages that `seq` needs to go on: those of its next prefill segment, or one for its next token."""
-        if seq.num_written < len(seq.all_ids):
+        if seq.num_written < seq.prefill_len:
             return self.limits.prefill_pages(seq) - len(seq.page_ids)
         return 1
 
@@ -357,14 +357,14 @@ class Scheduler:
 
     def _add_chunk(self, seq: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         start = seq.num_written
-        length = min(budget, len(seq.all_ids) - start)
+        length = min(budget, seq.prefill_len - start)
         if self.limits.compresses(seq):
             length = min(length, seq.compress_len - seq.cache_len)
         if self.config.batch_invariant:
             size = self.config.max_num_batched_tokens
             length = min(length, size - start % size)
         seq.cache_len += length
-        samples = seq.num_written == len(seq.all_ids)
+        samples = seq.num_written == seq.prefill_len
         chunks.append(PrefillChunk(seq=seq, start=start, length=length, samples=samples))
         self._register(seq)
         if samples:
@@ -388,6 +388,7 @@ class Scheduler:
             needs_slot = self.limits.compresses(seq) and len(seq.all_ids) > self.limits.slot_len(seq)
             if needs_slot or constrained:
                 return False
+        seq.prefill_len = len(seq.all_ids)
         hits = self._match(seq)
         num = self.limits.prefill_pages(seq)
         pages = [page for page, _ in hits]
