@@ -84,8 +84,11 @@ def rotary(config: ModelConfig, positions: Int[Array, " tokens"]) -> Rotation:
 def rotate(x: Float[Array, "tokens heads head_dim"], rotation: Rotation) -> Float[Array, "tokens heads head_dim"]:
     """x with pair (i, i + head_dim/2) of every head turned by the token's angle i (the "half-split" convention)."""
     cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    # Both halves side by side on an axis of their own: the partner is a flip, which fuses; slices and a concatenation do not.
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    sign = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 2, 1)
+    turned = halves * cos[:, :, None] + jnp.flip(halves, axis=2) * (sign * sin[:, :, None])
+    return turned.astype(x.dtype).reshape(x.shape)
 
 
 def split_qkv(

@@ -85,7 +85,9 @@ def _check(queries, k_pages, config: Config) -> None:
     if heads % kv_heads or heads // kv_heads > WGMMA_ROWS:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many")
     if page_size % 8 or (page_size % config.block_k and config.block_k % page_size):
-        raise ValueError(f"page_size={page_size} must divide {config.block_k} (and be a multiple of 8) or be a multiple of it")
+        raise ValueError(
+            f"page_size={page_size} must divide {config.block_k} (and be a multiple of 8) or be a multiple of it"
+        )
 
 
 def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):
@@ -111,16 +113,16 @@ def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):
 def work_list(
     cache_len: Int[Array, " rows"], max_chunks: int, config: Config
 ) -> tuple[Int[Array, "items 3"], Int[Array, " 1"]]:
-    """((row, chunk, tiles) of every work item, longest first, and how many there are). The same for all layers."""
+    """((row, chunk, tiles) of every work item, the longest first if rows are split, and how many). The same for all layers."""
     rows = cache_len.shape[0]
     tiles = -(-cache_len // config.block_k)
-    chunk = jnp.arange(max_chunks, dtype=jnp.int32)
-    size = jnp.clip(tiles[:, None] - chunk[None, :] * config.max_chunk, 0, config.max_chunk)
-    size = jnp.where(chunk[None, :] == max_chunks - 1, tiles[:, None] - chunk[None, :] * config.max_chunk, size)
-    size = jnp.maximum(size, 0).reshape(-1)
-    order = jnp.argsort(-size, stable=True).astype(jnp.int32)
+    if max_chunks == 1:
+        row = jnp.arange(rows, dtype=jnp.int32)
+        return jnp.stack([row, jnp.zeros_like(row), tiles], axis=1), jnp.full(1, rows, jnp.int32)
+    chunk = jnp.arange(max_chunks, dtype=jnp.int32) * config.max_chunk
+    size = jnp.clip(tiles[:, None] - chunk[None, :], 0, config.max_chunk).reshape(-1)
+    order = jnp.argsort(-size).astype(jnp.int32)
     items = jnp.stack([order // max_chunks, order % max_chunks, size[order]], axis=1)
-    assert items.shape == (rows * max_chunks, 3)
     return items, jnp.sum(size > 0, dtype=jnp.int32)[None]
 
 
@@ -135,12 +137,8 @@ def _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config: Confi
     items, num_items = work_list(cache_len, max_chunks, config)
     kernel = _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, queries.dtype, scale, config)
     out, lse = kernel(q, k_pages, v_pages, page_ids, cache_len, items, num_items)
-    if max_chunks > 1:
-        out = _merge_chunks(out, lse[..., :group_rows], cache_len, config)
-    else:
-        out = out[:, 0]
-    out = jnp.where((cache_len > 0)[:, None, None, None], out[:, :, :group], 0)
-    return out.reshape(rows, heads, head_dim)
+    out = _merge_chunks(out, lse[..., :group_rows], cache_len, config) if max_chunks > 1 else out[:, 0]
+    return out[:, :, :group].reshape(rows, heads, head_dim)
 
 
 def _merge_chunks(out, lse, cache_len, config: Config):
@@ -263,7 +261,9 @@ def _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, dtype, 
 
                 acc, m, l = lax.fori_loop(0, tiles, one_tile, (acc, m, l))
                 # The queries' tile takes the output: all tiles of the item have been multiplied.
-                q_tile[...] = (acc / lax.broadcast_in_dim(l, acc.shape, [0])).astype(dtype)
+                # A row without entries has l = 0 and gives zeros.
+                inverse = 1.0 / jnp.maximum(l, 1e-30)
+                q_tile[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
                 if max_chunks > 1:
                     lse_smem.at[stream][...] = m + jnp.log2(l)
                 plgpu.commit_smem()

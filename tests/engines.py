@@ -27,7 +27,13 @@ def tiny(kind: str) -> tuple[models.LoadedModel, dict, dict]:
 
 def engine(kind: str = "llama", **options):
     """An engine over a tiny model; pages of 4 tokens unless told otherwise."""
-    options = {"page_size": 4, "num_pages": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "float32"} | options
+    options = {
+        "page_size": 4,
+        "num_pages": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "dtype": "float32",
+    } | options
     return build_engine(tiny(kind)[0], EngineConfig(**options))
 
 

@@ -84,5 +84,7 @@ def test_compress_step(policy):
         slots=ints(8),
         seeds=ints(8),
     )
-    compiled = compile_for_gpu(step, (cache(), batch, ints()), donate_argnums=(0,), compiler_options=GPU_COMPILER_OPTIONS)
+    compiled = compile_for_gpu(
+        step, (cache(), batch, ints()), donate_argnums=(0,), compiler_options=GPU_COMPILER_OPTIONS
+    )
     check_in_place(compiled, cache())

@@ -141,7 +141,11 @@ def test_logprobs_are_the_oracles():
     _, config, tensors = tiny("llama")
     ids = prompt + output.outputs[0].token_ids
     logits = transformer.logits(config, tensors, ids)
-    logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    logprobs = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
     assert output.prompt_logprobs[0] is None
     for position, found in enumerate([*output.prompt_logprobs[1:], *output.outputs[0].logprobs], start=1):
         expected = logprobs[position - 1]

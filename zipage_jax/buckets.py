@@ -17,7 +17,9 @@ class Buckets:
         decode_rows: requests in a decode step.
         prefill_tokens: new tokens in a prefill step.
         prefill_rows: requests in a prefill step.
-        table_pages: width of a page table. A kernel that stops at `cache_len` needs one; a gather pays for the width.
+        prefill_pages: width of a prefill's page table.
+        table_pages: width of a decode step's page table. A kernel that stops at `cache_len` needs one, and one for the
+            budget, where no row has to be split; a gather pays for the width.
         compress_rows: requests in a compression.
         compress_pages: pages a compressing request holds.
     """
@@ -25,6 +27,7 @@ class Buckets:
     decode_rows: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     prefill_rows: tuple[int, ...]
+    prefill_pages: tuple[int, ...]
     table_pages: tuple[int, ...]
     compress_rows: tuple[int, ...]
     compress_pages: tuple[int, ...]
@@ -39,12 +42,14 @@ def choose_buckets(config: EngineConfig, *, max_model_len: int, gather: bool) ->
     compress_rows = min(compression.max_rows, rows) if compression else 1
     least_pages = min(compression.max_pages, pages) if compression else 1
     if config.batch_invariant:
-        return Buckets((rows,), (tokens,), (1,), (pages,), (compress_rows,), _powers(least_pages, pages, 4))
+        return Buckets((rows,), (tokens,), (1,), (pages,), (pages,), (compress_rows,), _powers(least_pages, pages, 4))
+    widths = _powers(min(pages, -(-128 // config.page_size)), pages, 4) if gather else _table_pages(least_pages, pages)
     return Buckets(
-        decode_rows=_powers(1, rows, 4) if gather else _powers(8, rows, 2),
+        decode_rows=_powers(1, rows, 4) if gather else _decode_rows(rows),
         prefill_tokens=_powers(min(16, tokens), tokens, 4) if gather else _powers(min(512, tokens), tokens, 4),
         prefill_rows=_powers(1, prefill_rows, 8) if gather else (prefill_rows,),
-        table_pages=_powers(min(pages, -(-128 // config.page_size)), pages, 4) if gather else _table_pages(least_pages, pages),
+        prefill_pages=widths if gather else widths[-1:],
+        table_pages=widths,
         compress_rows=_powers(1, compress_rows, 8),
         compress_pages=_powers(least_pages, pages, 2 if gather else 4),
     )
@@ -56,6 +61,11 @@ def bucket(size: int, sizes: tuple[int, ...]) -> int:
     if i == len(sizes):
         raise ValueError(f"size {size} is past the largest bucket {sizes[-1]}")
     return sizes[i]
+
+
+def _decode_rows(rows: int) -> tuple[int, ...]:
+    """Halves of the largest, then one small size: a weight product's time hardly depends on its rows below 64."""
+    return tuple(sorted({rows, max(rows // 2, min(rows, 16)), min(rows, 16)}))
 
 
 def _table_pages(budgeted: int, pages: int) -> tuple[int, ...]:

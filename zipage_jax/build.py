@@ -51,7 +51,9 @@ def model_len(model: ModelConfig, config: EngineConfig) -> int:
     """Longest prompt + output: the configured one, never more positions than the model was made for."""
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's {limit} positions; use at most {limit}")
+        raise ValueError(
+            f"max_model_len={config.max_model_len} exceeds the model's {limit} positions; use at most {limit}"
+        )
     return config.max_model_len or limit
 
 
@@ -122,7 +124,7 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, buckets: Buckets, 
     if config.compression is None:
         return 0
     return memory_plan.workspace_bytes(
-        layer_stride=min(config.compression.layer_stride, model.num_layers),
+        layer_stride=config.compression.slice_layers(model.num_layers),
         max_rows=buckets.compress_rows[-1],
         num_pages=buckets.compress_pages[-1],
         budget_pages=config.compression.budget_pages,

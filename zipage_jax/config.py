@@ -22,7 +22,7 @@ class CompressionConfig:
         window: tokens at the end of the last page whose queries score the cache; they are always kept.
         policy: a preset's name (`zipage_jax.scoring.PRESETS`) or a `ScoringPolicy`.
         sink_len: first entries of the sequence that are always kept.
-        layer_stride: layers that one slice of an asynchronous compression processes.
+        layer_stride: most layers that one slice of a compression processes (a divisor of the model's layers is taken).
         max_rows: requests that one compression job holds; the others wait their turn.
         compress_during_prefill: compress long prompts chunk by chunk instead of once they are complete.
         record_evictions: keep, per layer and head, which token positions are alive (for notebooks; costs memory).
@@ -48,6 +48,10 @@ class CompressionConfig:
     def max_pages(self) -> int:
         """N_max: pages a compressed request holds at most."""
         return self.budget_pages + 1
+
+    def slice_layers(self, num_layers: int) -> int:
+        """Layers of one slice: the largest divisor of `num_layers` up to `layer_stride`, so that all slices are alike."""
+        return max(n for n in range(1, min(self.layer_stride, num_layers) + 1) if num_layers % n == 0)
 
     def check(self, page_size: int) -> None:
         """Raise ValueError when the window or the budget does not fit pages of `page_size` entries."""

@@ -35,7 +35,7 @@ class Compressor:
         self._num_layers = num_layers
         self._stride = num_layers
         if compression is not None and limits.config.async_compression:
-            self._stride = min(compression.layer_stride, num_layers)
+            self._stride = compression.slice_layers(num_layers)
         self._max_rows = 0 if compression is None else compression.max_rows
         self.due: OrderedDict[Sequence, None] = OrderedDict()
         self.rows: list[Sequence] = []

@@ -3,6 +3,7 @@
 The host fetches the tokens a step later (`StepResult.fetch`); until then nothing waits for the device.
 """
 
+import itertools
 import logging
 from dataclasses import dataclass, field
 
@@ -91,11 +92,11 @@ class Runner:
         options = StepOptions()
         b = self.buckets
         work = []
-        for rows in b.decode_rows:
-            batch = decode_batch([], num_rows=rows, max_pages=b.table_pages[-1], padding_seat=self.padding_seat)
+        for rows, pages in itertools.product(b.decode_rows, b.table_pages):
+            batch = decode_batch([], num_rows=rows, max_pages=pages, padding_seat=self.padding_seat)
             work.append(self._step(decode_step, batch, options))
         for tokens in b.prefill_tokens:
-            batch = self._prefill_arrays([], tokens, b.prefill_rows[-1], b.table_pages[-1])
+            batch = self._prefill_arrays([], tokens, b.prefill_rows[-1], b.prefill_pages[-1])
             work.append(self._step(prefill_step, batch, options))
         if self.config.compression is not None:
             for rows in b.compress_rows:
@@ -110,7 +111,7 @@ class Runner:
     @property
     def stride(self) -> int:
         """Layers that one compression program processes."""
-        return min(self.config.compression.layer_stride, self.model.num_layers)
+        return self.config.compression.slice_layers(self.model.num_layers)
 
     def _step(self, function, batch, options: StepOptions) -> tuple[Program, tuple]:
         program = Program(
@@ -134,7 +135,7 @@ class Runner:
         batch = decode_batch(
             sequences,
             num_rows=bucket(len(sequences), self.buckets.decode_rows),
-            max_pages=self._table_pages(sequences),
+            max_pages=self._table_pages(sequences, self.buckets.table_pages),
             padding_seat=self.padding_seat,
         )
         return self._run(decode_step, batch, _options(sequences))
@@ -148,7 +149,7 @@ class Runner:
             chunks,
             bucket(sum(chunk.length for chunk in chunks), self.buckets.prefill_tokens),
             bucket(len(chunks), self.buckets.prefill_rows),
-            self._table_pages(sequences),
+            self._table_pages(sequences, self.buckets.prefill_pages),
         )
         return self._run(prefill_step, batch, _options(sequences, prompt=True))
 
@@ -206,8 +207,9 @@ class Runner:
         )
         return program, (self.cache, batch, np.int32(start))
 
-    def _table_pages(self, sequences: list[Sequence]) -> int:
-        return bucket(max(len(seq.page_ids) for seq in sequences), self.buckets.table_pages)
+    @staticmethod
+    def _table_pages(sequences: list[Sequence], sizes: tuple[int, ...]) -> int:
+        return bucket(max(len(seq.page_ids) for seq in sequences), sizes)
 
 
 def new_cache(model: ModelConfig, config: EngineConfig, memory: MemoryPlan, dtype) -> CacheState:
