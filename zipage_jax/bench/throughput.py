@@ -45,7 +45,8 @@ class Arguments:
         series: write one JSON line a second to this file (running, waiting, occupancy, tok/s, ms per step).
         plot: draw the series into this image file.
         profile: keep a profiler trace of some steps in this folder.
-        trace_steps: steps in the middle of the run that are traced for the shares of the device's time.
+        trace_at: step before which the trace starts.
+        trace_steps: steps that are traced, for the shares of the device's time; 0 traces nothing.
         output_json: write the result here too.
     """
 
@@ -66,6 +67,7 @@ class Arguments:
     series: Path | None = None
     plot: Path | None = None
     profile: Path | None = None
+    trace_at: int = 2000
     trace_steps: int = 0
     output_json: Path | None = None
     engine: Annotated[EngineConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=EngineConfig)
@@ -178,9 +180,8 @@ def drive(llm: LLM, prompts, params, args: Arguments):
     begin = time.perf_counter()
     traced: DeviceTime | None = None
     steps = 0
-    trace_at = 200 if args.trace_steps else None
     while engine.has_unfinished:
-        if steps == trace_at:
+        if args.trace_steps and steps == args.trace_at:
             with device_time(args.profile) as traced:
                 for _ in range(args.trace_steps):
                     engine.step()
