@@ -69,11 +69,12 @@ def paged_attention(
     if implementation == "xla" or queries.dtype == jnp.float32:
         return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
     config = config or Config()
-    _check(queries, k_pages, config)
+    check_tiling(queries, k_pages, config.block_k)
     return _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config)
 
 
-def _check(queries, k_pages, config: Config) -> None:
+def check_tiling(queries, k_pages, block_k: int) -> None:
+    """Raise ValueError for shapes or dtypes that the Hopper attention kernels cannot tile."""
     heads, head_dim = queries.shape[1:]
     kv_heads, page_size = k_pages.shape[1:3]
     if queries.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != queries.dtype:
@@ -84,10 +85,8 @@ def _check(queries, k_pages, config: Config) -> None:
         raise ValueError(f"head_dim={head_dim} must be 64, 128 or 256 for 'pallas'; use 'xla'")
     if heads % kv_heads or heads // kv_heads > WGMMA_ROWS:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many")
-    if page_size % 8 or (page_size % config.block_k and config.block_k % page_size):
-        raise ValueError(
-            f"page_size={page_size} must divide {config.block_k} (and be a multiple of 8) or be a multiple of it"
-        )
+    if page_size % 8 or (page_size % block_k and block_k % page_size):
+        raise ValueError(f"page_size={page_size} must divide {block_k} (and be a multiple of 8) or be a multiple of it")
 
 
 def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):
