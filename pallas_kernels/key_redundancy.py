@@ -215,6 +215,12 @@ def _kernel(rows, row_pages, kv_heads, page_size, head_dim, dtype, threshold, co
                 return carry
 
             lax.fori_loop(0, most, one_round, 0)
+            for consumer in range(consumers):
+                for slot in range(slots):
+
+                    @pl.when(mine(consumer)[2] > slot)
+                    def _(slot=consumer * slots + slot):
+                        plgpu.barrier_wait(free.at[slot])
 
         @pl.when(wg < consumers)
         def _consume():

@@ -222,7 +222,16 @@ def _kernel(rows, row_pages, kv_heads, page_size, head_dim, dtype, window, group
                 again = jnp.maximum(tiles - slots * consumers, 0)
                 return lax.fori_loop(0, again, lambda k, used: load(again - 1 - k, used), used)
 
-            lax.fori_loop(0, mine, one_item, i32(0))
+            used = lax.fori_loop(0, mine, one_item, i32(0))
+            for slot in range(slots * consumers):
+
+                @pl.when((lax.shift_right_logical(used, slot) & 1) == 1)
+                def _(slot=slot):
+                    plgpu.barrier_wait(free.at[slot])
+
+            @pl.when(mine > 0)
+            def _():
+                plgpu.barrier_wait(q_free)
 
         @pl.when(wg < consumers)
         def _consume():
