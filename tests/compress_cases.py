@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from tests.reference import compress_ops as oracle
+
 
 def random_keys(rng, kind, shape):
     """[... n head_dim] keys: white noise, clusters of near-duplicates, exact duplicates, some zeros, or a common direction."""
@@ -32,3 +34,38 @@ def paged(rng, entries, cache_len, page_size, dtype=np.float32, spare=2):
     pages = entries.reshape(rows, kv_heads, row_pages, page_size, head_dim).transpose(0, 2, 1, 3, 4)
     pool[page_ids] = pages
     return pool.astype(dtype), page_ids
+
+
+def select_scores(rng, kind, shape):
+    scores = rng.standard_normal(shape).astype(np.float32)
+    if kind == "ties":
+        scores = np.round(scores).astype(np.float32)
+        scores[scores == 0] = rng.choice(np.array([0.0, -0.0], np.float32), int((scores == 0).sum()))
+    elif kind == "equal":
+        scores[:] = 1.0
+    elif kind == "infinite":
+        scores[rng.random(shape) < 0.3] = -np.inf
+        scores[rng.random(shape) < 0.1] = np.inf
+    return scores
+
+
+def compact_case(rng, order, page_size=8, tail=(4,), dtype=np.float32):
+    """Three rows of 3 pages into 2 targets: own pages, swapped, or fresh ones; the last row keeps one page's worth only."""
+    kv_heads = 2
+    pools = tuple(
+        rng.standard_normal((16, kv_heads, page_size, *rest)).astype(kind)
+        for rest, kind in ((tail, dtype), (tail, dtype), ((), np.float32))
+    )
+    ids = rng.permutation(15) + 1
+    page_ids = ids[:9].reshape(3, 3).astype(np.int32)
+    fresh = ids[9:15].reshape(3, 2).astype(np.int32)
+    targets = {
+        "own": page_ids[:, :2],
+        "last": page_ids[:, 1:],
+        "swapped": page_ids[:, 1::-1],
+        "fresh": fresh,
+        "mixed": np.stack([page_ids[:, 2], fresh[:, 0]], axis=1),
+    }
+    scores = rng.standard_normal((3, kv_heads, 3 * page_size)).astype(np.float32)
+    kept = oracle.select_entries(scores, np.array([2, 2, 1]) * page_size, 2 * page_size)
+    return pools, page_ids, kept, targets[order].copy()

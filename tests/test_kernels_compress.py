@@ -9,7 +9,7 @@ from pallas_kernels.compact_pages import compact_pages
 from pallas_kernels.key_redundancy import key_redundancy
 from pallas_kernels.select_entries import select_entries
 from pallas_kernels.window_scores import window_scores
-from tests.compress_cases import KEY_KINDS, paged, random_keys
+from tests.compress_cases import KEY_KINDS, compact_case, paged, random_keys, select_scores
 from tests.reference import compress_ops as oracle
 
 
@@ -60,19 +60,6 @@ def test_key_redundancy(mode, kind):
         assert np.abs(plain - want).max() > 0.4, "the case never crosses the threshold"
 
 
-def select_scores(rng, kind, shape):
-    scores = rng.standard_normal(shape).astype(np.float32)
-    if kind == "ties":
-        scores = np.round(scores).astype(np.float32)
-        scores[scores == 0] = rng.choice(np.array([0.0, -0.0], np.float32), int((scores == 0).sum()))
-    elif kind == "equal":
-        scores[:] = 1.0
-    elif kind == "infinite":
-        scores[rng.random(shape) < 0.3] = -np.inf
-        scores[rng.random(shape) < 0.1] = np.inf
-    return scores
-
-
 @pytest.mark.parametrize("kind", ["noise", "ties", "equal", "infinite"])
 def test_select_entries(kind):
     rng = np.random.default_rng(3)
@@ -87,20 +74,6 @@ def test_select_entries_with_a_budget_wider_than_the_row():
     scores = np.arange(8, dtype=np.float32).reshape(1, 1, 8)
     got = select_entries(jnp.asarray(scores), jnp.asarray([8], jnp.int32), max_budget=12)
     np.testing.assert_array_equal(got[0, 0], [*range(8), 8, 8, 8, 8])
-
-
-def compact_case(rng, order):
-    """Three rows of 3 pages into 2 targets: own pages, swapped, or fresh ones; the last row keeps one page's worth only."""
-    page_size, kv_heads = 8, 2
-    pools = tuple(rng.standard_normal((16, kv_heads, page_size, *tail)).astype(np.float32) for tail in ((4,), (4,), ()))
-    ids = rng.permutation(15) + 1
-    page_ids = ids[:9].reshape(3, 3).astype(np.int32)
-    targets = {"own": page_ids[:, :2], "last": page_ids[:, 1:], "swapped": page_ids[:, 1::-1]}
-    targets |= {"fresh": ids[9:15].reshape(3, 2).astype(np.int32)}
-    targets |= {"mixed": np.stack([page_ids[:, 2], targets["fresh"][:, 0]], axis=1)}
-    scores = rng.standard_normal((3, kv_heads, 24)).astype(np.float32)
-    kept = oracle.select_entries(scores, np.array([16, 16, 8]), 16)
-    return pools, page_ids, kept, targets[order]
 
 
 @pytest.mark.parametrize("order", ["own", "last", "swapped", "fresh", "mixed"])
