@@ -97,25 +97,21 @@ def smollm2():
         yield model
 
 
-def masked_logprobs(model, tokens: list[int], hidden_from: int, evicted: slice) -> np.ndarray:
-    """Log probabilities [tokens vocab] of dense attention at true positions in which tokens from `hidden_from` on do not see
-    the evicted ones."""
-    n = len(tokens)
-    seen = np.tril(np.ones((n, n), bool))
-    seen[hidden_from:, evicted] = False
+def dense_logprobs(model: models.LoadedModel):
+    """Jitted (tokens, mask [tokens tokens]) -> log probabilities [tokens vocab] of dense attention at true positions."""
 
-    def attend(layer, cache, q, k, v):
-        group = q.shape[1] // k.shape[1]
-        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-        logits = jnp.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[-1])
-        weights = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf))
-        return cache, jnp.einsum("hts,shd->thd", weights, v)
+    def run(params, tokens, seen):
+        def attend(layer, cache, q, k, v):
+            group = q.shape[1] // k.shape[1]
+            k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+            logits = jnp.einsum("thd,shd->hts", q, k) / math.sqrt(q.shape[-1])
+            weights = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf))
+            return cache, jnp.einsum("hts,shd->thd", weights, v)
 
-    def run(params, tokens):
-        hidden, _ = models.forward(params, model.config, tokens, jnp.arange(n), None, attend)
+        hidden, _ = models.forward(params, model.config, tokens, jnp.arange(tokens.shape[0]), None, attend)
         return jax.nn.log_softmax(models.logits(params, model.config, hidden))
 
-    return np.asarray(jax.jit(run)(model.params, jnp.asarray(tokens)))
+    return functools.partial(jax.jit(run), model.params)
 
 
 def test_evicting_irrelevant_tokens_is_masked_attention_and_keeps_the_needle(smollm2):
@@ -135,8 +131,11 @@ def test_evicting_irrelevant_tokens_is_masked_attention_and_keeps_the_needle(smo
     assert "4715" in output.text
     assert output.stats.entries_evicted == 32
     tokens = prompt + output.token_ids
-    expected = masked_logprobs(smollm2, tokens, len(prompt), evicted)
-    unmasked = masked_logprobs(smollm2, tokens, len(tokens), evicted)
+    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    masked = causal.copy()
+    masked[len(prompt) :, evicted] = False
+    logprobs = dense_logprobs(smollm2)
+    expected, unmasked = (np.asarray(logprobs(np.asarray(tokens), seen)) for seen in (masked, causal))
     moved = 0.0
     for i, found in enumerate(output.logprobs):
         for token, entry in found.items():
