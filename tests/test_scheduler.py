@@ -587,7 +587,7 @@ def test_abort_frees_everything_in_any_state(status):
     for request_id in list(scheduler._requests):
         scheduler.abort(request_id)
     assert scheduler.pool.num_used == 0 and not scheduler.has_unfinished()
-    assert len(scheduler._slots) == 2 and len(scheduler._seats) == 5
+    assert len(scheduler.slots.free) == 2 and len(scheduler._seats) == 5
 
 
 def test_abort_frees_the_fresh_targets_of_a_compression_in_flight():

@@ -9,7 +9,7 @@ import pytest
 
 from tests import test_scheduler
 from tests.scheduler_world import random_world
-from zipage_jax import admission, jobs, pages, scheduler
+from zipage_jax import admission, jobs, pages, prefixes, scheduler, slots
 
 MAX_LIVES = 500
 
@@ -36,7 +36,7 @@ def edit(cls, name, old, new):
 
 
 Pool, Limits, Compressor = pages.PagePool, admission.Limits, jobs.Compressor
-Scheduler = scheduler.Scheduler
+Scheduler, Prefixes, QuerySlots = scheduler.Scheduler, prefixes.Prefixes, slots.QuerySlots
 
 MUTANTS = {
     # Pages
@@ -62,15 +62,15 @@ MUTANTS = {
     ),
     # Prefixes of requests
     "a page is registered before it is full": edit(
-        Scheduler,
-        "_register",
-        "// self.pool.page_size",
-        "// self.pool.page_size + (seq.cache_len % self.pool.page_size > 1)",
+        Prefixes,
+        "register",
+        "// self._pool.page_size",
+        "// self._pool.page_size + (seq.cache_len % self._pool.page_size > 1)",
     ),
     "a hit covers the last token": edit(Limits, "max_hits", "(seq.prefill_len - 1)", "seq.prefill_len"),
     "a hit covers the page of the window's queries": edit(Limits, "max_hits", "if self.compresses(seq):", "if False:"),
     "the chain is not continued after a hit": edit(
-        Scheduler, "_admit", "seq.chain = hits[-1][1] if hits else 0", "seq.chain = 0"
+        Prefixes, "match", "seq.chain = found[-1][1] if found else 0", "seq.chain = 0"
     ),
     # Compression
     "shared pages are targets": edit(Compressor, "_assign_targets", "if pool.counts[page] == 1", ""),
@@ -108,13 +108,15 @@ MUTANTS = {
         Limits, "next_compress_len", "held + ceil_div(max(0, seq.num_prompt - seq.num_written), size)", "0"
     ),
     # Slots
-    "a slot is not given back": edit(Scheduler, "_release", "self._slots.append(seq.query_slot)", "pass"),
+    "a slot is not given back": edit(QuerySlots, "leave", "self.free.append(seq.query_slot)", "pass"),
     "nobody waits for a slot": edit(Scheduler, "_set_event", "if seq.wants_slot", "if False and seq.wants_slot"),
     "a slot is late by one entry": edit(
         Limits, "slot_len", "- self.config.compression.window", "- self.config.compression.window + 1"
     ),
     "prefill needs no slot": edit(Scheduler, "_admit", "if needs_slot or constrained:", "if constrained:"),
-    "slot holders may exceed the pool": edit(Scheduler, "_slot_fits", "return ", "return True or "),
+    "slot holders may exceed the pool": edit(
+        QuerySlots, "fits", "self.num_set_aside + seq.slot_pages <= self._num_pages", "True"
+    ),
     "constrained admits more than M": edit(Scheduler, "_admit", "self.num_running >= self.limits.num_slots", "False"),
     # Preemption and ends
     "compressed requests are preempted": edit(Scheduler, "_on_compress", "self._victims.pop(seq, None)", "pass"),
