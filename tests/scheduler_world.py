@@ -199,7 +199,14 @@ class World:
             self.compressed.update(job.seq for job in plan.compress)
             orders = [seq.order for seq in plan.decode]
             assert len(set(orders)) == len(orders)
-            assert not {seq for seq in plan.decode if seq.status is Status.COMPRESSING}
+            for job in plan.compress:
+                if job.layers[1] < self.num_layers:
+                    assert job.seq.status is Status.COMPRESSING and job.seq not in plan.decode
+                else:
+                    # It rejoins, with a page to decode into.
+                    assert len(job.seq.page_ids) > job.budget_pages
+                    prefilled = [chunk.length for chunk in plan.prefill if chunk.seq is job.seq]
+                    assert job.seq in plan.decode or prefilled or job.seq.num_written < job.seq.prefill_len
         waiting = set(scheduler.waiting)
         assert not waiting & self.compressed, "I7: a compressed request was preempted"
         if self.config.scheduling == "constrained" and self.config.compression:
@@ -239,8 +246,9 @@ class World:
         return totals
 
 
-BASES = [[2 + (7 * i + 13 * base) % (VOCAB - 2) for i in range(MAX_MODEL_LEN + 4)] for base in range(2)]
-"""Two prompts that the others begin like."""
+BASES = [[2 + 7 * (i + 12 * base) % (VOCAB - 2) for i in range(MAX_MODEL_LEN + 4)] for base in range(2)]
+"""Two prompts that the others begin like. The second is the first without its first 12 tokens, so that a page of one follows
+other pages in the other (12 is a multiple of every page size)."""
 
 
 def draw_request(choose, config: EngineConfig) -> tuple[list[int], SamplingParams]:
@@ -289,17 +297,21 @@ def random_world(random) -> World:
 
 def act(world: World, choose) -> None:
     """One random operation."""
-    kind = choose(["add"] * 5 + ["family"] * 2 + ["step"] * 9 + ["steps"] * 3 + ["abort", "preempt", "preempt", "sync"])
+    kind = choose(
+        ["add"] * 5 + ["family"] * 2 + ["step"] * 9 + ["steps"] * 3 + ["abort", "preempt", "preempt", "wait", "fail"]
+    )
     if kind == "add":
         world.add(*draw_request(choose, world.config))
     elif kind == "family":
         add_family(world, choose)
     elif kind == "abort":
-        world.abort(str(choose(range(world.num_added + 1))))
+        compressing = list(world.scheduler.compressor.rows)
+        world.abort(choose(compressing).request_id if compressing else str(choose(range(world.num_added + 1))))
     elif kind == "preempt":
         world.preempt(choose(range(6)))
-    elif kind == "sync":
+    elif kind == "wait":
         world.step(late=False)
+    elif kind == "fail":
         if choose([True, False, False, False]):
             world.fail()
     else:

@@ -9,7 +9,7 @@ OWN = ("zipage_jax", "pallas_kernels", "models")
 ALLOWED = {
     "zipage_jax.pages": set(),
     "zipage_jax.request": set(),
-    "zipage_jax.scheduler": {"pages", "request", "config", "admission", "plan", "memory_plan", "jobs"},
+    "zipage_jax.scheduler": {"pages", "request", "config", "admission", "plan", "jobs", "prefixes", "slots"},
     "zipage_jax.state": set(),
     "zipage_jax.sampling": {"state"},
     "zipage_jax.text": set(),
@@ -25,6 +25,8 @@ NO_JAX = (
     "zipage_jax.plan",
     "zipage_jax.admission",
     "zipage_jax.jobs",
+    "zipage_jax.prefixes",
+    "zipage_jax.slots",
 )
 
 

@@ -404,6 +404,19 @@ def test_the_page_whose_queries_score_a_compression_is_computed_even_if_it_is_ca
     assert seq.stats.num_compressions == 1
 
 
+def test_pages_after_a_hit_continue_its_chain():
+    scheduler = build(budget=None)
+    head, tail = list(range(50, 58)), list(range(80, 85))
+    request(scheduler, [*head, 1], max_tokens=1)
+    drain(scheduler)
+    request(scheduler, head + tail, max_tokens=1)
+    drain(scheduler)
+    for prompt, cached in (([*tail, 2], 0), (head + tail, 12)):
+        seq = request(scheduler, prompt, max_tokens=1)
+        step(scheduler)
+        assert seq.stats.num_cached_tokens == cached
+
+
 def test_prompt_log_probabilities_need_the_whole_prompt_computed():
     scheduler = build()
     request(scheduler, 12, max_tokens=1)
@@ -574,7 +587,17 @@ def test_abort_frees_everything_in_any_state(status):
     for request_id in list(scheduler._requests):
         scheduler.abort(request_id)
     assert scheduler.pool.num_used == 0 and not scheduler.has_unfinished()
-    assert len(scheduler._slots) == 2 and len(scheduler._seats) == 5
+    assert len(scheduler.slots.free) == 2 and len(scheduler._seats) == 5
+
+
+def test_abort_frees_the_fresh_targets_of_a_compression_in_flight():
+    scheduler = build(async_compression=True, layer_stride=1)
+    prompt = list(range(50, 62))
+    first, second = request(scheduler, prompt), request(scheduler, [*prompt, 3, 4])
+    step(scheduler, 2)
+    assert first.status is Status.COMPRESSING and len(set(first.pending_ids) - set(first.page_ids)) == 3
+    scheduler.abort(first.request_id)
+    assert scheduler.pool.num_used == len(second.page_ids)
 
 
 def test_seats_are_stable_and_reused():

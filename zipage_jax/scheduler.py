@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING
 
 from zipage_jax.admission import Limits
 from zipage_jax.jobs import Compressor
-from zipage_jax.pages import PagePool, page_key
+from zipage_jax.pages import PagePool
 from zipage_jax.plan import CompressJob, Counters, Plan, PrefillChunk
+from zipage_jax.prefixes import Prefixes
 from zipage_jax.request import Sequence, Status
+from zipage_jax.slots import QuerySlots
 
 if TYPE_CHECKING:
     from zipage_jax.config import EngineConfig
@@ -52,7 +54,7 @@ class Scheduler:
         self.compressor = Compressor(self.pool, self.limits, num_layers, self.counters, self._on_compress)
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.draining: dict[Sequence, None] = {}
-        self._sharing = config.enable_prefix_caching
+        self.prefixes = Prefixes(self.pool, config.enable_prefix_caching)
         self._requests: dict[str, dict[Sequence, None]] = {}
         self._ended: list[Sequence] = []
         # Ended sequences, and how many tokens of theirs are still to come.
@@ -65,13 +67,11 @@ class Scheduler:
         self._members: dict[Status, dict[Sequence, None]] = {status: {} for status in RUNNING}
         self._decoding = self._members[Status.DECODE]
         self.num_running = 0
-        # In admission order: who may be preempted, who waits for a slot.
+        # Who may be preempted, in admission order.
         self._victims: OrderedDict[Sequence, None] = OrderedDict()
-        self._slot_queue: OrderedDict[Sequence, None] = OrderedDict()
         self._seats = list(range(self.config.max_num_seqs - 1, -1, -1))
-        self._slots = list(range(self.limits.num_slots, 0, -1))
-        # Pages set aside by slot holders, and pages that running sequences are about to need.
-        self._slot_pages = 0
+        self.slots = QuerySlots(self.limits.num_slots, self.pool.num_usable)
+        # Pages that running sequences are about to need.
         self._reserved = 0
 
     @property
@@ -124,7 +124,7 @@ class Scheduler:
         for seq in completed:
             self._reserve(seq)
             if self.config.compression.compress_during_prefill:
-                self._set_slot_pages(seq, max(seq.budget_pages + 1, seq.compress_len // self.pool.page_size))
+                self.slots.set_aside(seq, max(seq.budget_pages + 1, seq.compress_len // self.pool.page_size))
             self._resume(seq)
         if self._members[Status.BLOCKED]:
             self._acquire_pages()
@@ -198,7 +198,7 @@ class Scheduler:
 
     def _at_event(self, seq: Sequence) -> None:
         """Settle how a decoding sequence goes on whose next token is its last, needs a page, a slot or a compression."""
-        self._register(seq)
+        self.prefixes.register(seq)
         if seq.num_tokens >= seq.max_len:
             self._release(seq)
             seq.status = Status.DRAINING
@@ -240,31 +240,17 @@ class Scheduler:
 
     def _grant_slots(self) -> None:
         """Give free slots to the foremost running sequences without one."""
-        while self._slots and self._slot_queue:
-            seq = next(iter(self._slot_queue))
-            if not self._slot_fits(seq):
-                return
-            del self._slot_queue[seq]
-            self._take_slot(seq)
+        while (seq := self.slots.foremost()) is not None:
+            self._hold_slot(seq)
             self._reserve(seq)
             if seq.status is Status.SUSPENDED:
                 self._resume(seq)
             elif seq.status is Status.DECODE:
                 self._set_event(seq)
 
-    def _slot_fits(self, seq: Sequence) -> bool:
-        """Whether the slot holders and `seq` could all hold their N_max at once: else they might wait for each other."""
-        return self._slot_pages + seq.slot_pages <= self.pool.num_usable
-
-    def _take_slot(self, seq: Sequence) -> None:
-        seq.query_slot = self._slots.pop()
-        self._slot_pages += seq.slot_pages
-        if not self._sharing:
+    def _hold_slot(self, seq: Sequence) -> None:
+        if not self.prefixes.enabled:
             self._victims.pop(seq, None)
-
-    def _set_slot_pages(self, seq: Sequence, num: int) -> None:
-        self._slot_pages += num - seq.slot_pages
-        seq.slot_pages = num
 
     def _on_compress(self, seq: Sequence) -> None:
         self._victims.pop(seq, None)
@@ -321,22 +307,6 @@ class Scheduler:
             return 1
         return max(0, seq.budget_pages + 1 - (num_pages - num_shared)) if compresses else 0
 
-    def _register(self, seq: Sequence) -> None:
-        """Put the full pages of uncompressed `seq` whose tokens are known into the prefix map."""
-        if not self._sharing or seq.compressed:
-            return
-        full = min(seq.cache_len, len(seq.all_ids)) // self.pool.page_size
-        if full > seq.num_registered:
-            self._make_keys(seq, full)
-            for i in range(seq.num_registered, full):
-                seq.chain = self.pool.register(seq.page_ids[i], seq.chain, seq.keys[i])
-            seq.num_registered = full
-
-    def _make_keys(self, seq: Sequence, num_pages: int) -> None:
-        size = self.pool.page_size
-        for i in range(len(seq.keys), num_pages):
-            seq.keys.append(page_key(seq.all_ids[i * size : (i + 1) * size]))
-
     # Prefill and admission
 
     def _plan_prefill(self) -> list[PrefillChunk]:
@@ -366,7 +336,7 @@ class Scheduler:
         seq.cache_len += length
         samples = seq.num_written == seq.prefill_len
         chunks.append(PrefillChunk(seq=seq, start=start, length=length, samples=samples))
-        self._register(seq)
+        self.prefixes.register(seq)
         if samples:
             seq.num_tokens += 1
             self._set_event(seq)
@@ -383,27 +353,24 @@ class Scheduler:
         constrained = self.config.scheduling == "constrained"
         if constrained and self.config.compression is not None and self.num_running >= self.limits.num_slots:
             return False
-        slot = seq.wants_slot and self._slots and not self._slot_queue and self._slot_fits(seq)
+        slot = seq.wants_slot and not self.slots.queue and self.slots.fits(seq)
         if seq.wants_slot and not slot:
             needs_slot = self.limits.compresses(seq) and len(seq.all_ids) > self.limits.slot_len(seq)
             if needs_slot or constrained:
                 return False
         seq.prefill_len = len(seq.all_ids)
-        hits = self._match(seq)
+        hits = self.prefixes.match(seq, self.limits.max_hits(seq))
         num = self.limits.prefill_pages(seq)
-        pages = [page for page, _ in hits]
-        revived = sum(self.pool.counts[page] == 0 for page in pages)
+        revived = sum(self.pool.counts[page] == 0 for page in hits)
         spare = self.pool.num_free - (num - len(hits)) - revived
         if self.num_running:
             spare -= self._reserved + self._next_pages(seq, num, len(hits) if slot else 0)
         if spare < 0:
             return False
         del self.waiting[seq]
-        self.pool.retain(pages)
-        seq.page_ids = pages + self.pool.allocate(num - len(hits))
+        self.pool.retain(hits)
+        seq.page_ids = hits + self.pool.allocate(num - len(hits))
         seq.cache_len = len(hits) * self.pool.page_size
-        seq.num_registered = len(hits)
-        seq.chain = hits[-1][1] if hits else 0
         seq.seat = self._seats.pop()
         seq.order, self._order = self._order, self._order + 1
         seq.status = Status.PREFILL
@@ -411,9 +378,10 @@ class Scheduler:
         self.num_running += 1
         self._victims[seq] = None
         if slot:
-            self._take_slot(seq)
+            self.slots.take(seq)
+            self._hold_slot(seq)
         elif seq.wants_slot:
-            self._slot_queue[seq] = None
+            self.slots.queue[seq] = None
         self._note_pages(seq)
         seq.stats.num_cached_tokens += seq.cache_len
         self.counters.admissions += 1
@@ -421,20 +389,12 @@ class Scheduler:
         self.counters.cached_tokens += seq.cache_len
         return True
 
-    def _match(self, seq: Sequence) -> list[tuple[int, int]]:
-        """(page, serial) of the cached pages that `seq` begins with; none if it wants its prompt's log probabilities."""
-        if not self._sharing or seq.params.prompt_logprobs is not None:
-            return []
-        num = self.limits.max_hits(seq)
-        self._make_keys(seq, num)
-        return self.pool.match(seq.keys[:num])
-
     # Leaving
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from an uncompressed running sequence and put it at the front of the queue."""
         assert not seq.compressed
-        self._register(seq)
+        self.prefixes.register(seq)
         self._release(seq)
         self.counters.preemptions += 1
         self._requeue(seq)
@@ -454,7 +414,7 @@ class Scheduler:
         elif seq.status is Status.DRAINING:
             del self.draining[seq]
         else:
-            self._register(seq)
+            self.prefixes.register(seq)
             self._release(seq)
         seq.status = Status.FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
@@ -473,17 +433,14 @@ class Scheduler:
         self.num_running -= 1
         self.compressor.discard(seq)
         self._victims.pop(seq, None)
-        self._slot_queue.pop(seq, None)
+        self.slots.leave(seq)
         held = set(seq.page_ids)
         self.pool.release(seq.page_ids + [page for page in seq.pending_ids if page not in held])
         seq.page_ids, seq.pending_ids = [], []
         self._seats.append(seq.seat)
-        if seq.query_slot:
-            self._slots.append(seq.query_slot)
-            self._slot_pages -= seq.slot_pages
+        seq.seat = -1
         self._reserved -= seq.reserve
         seq.reserve = 0
-        seq.seat, seq.query_slot = -1, 0
 
     def _move(self, seq: Sequence, status: Status) -> None:
         del self._members[seq.status][seq]

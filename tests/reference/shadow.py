@@ -241,7 +241,7 @@ def check_books(scheduler, *, num_slots: int, max_num_seqs: int) -> None:
     assert all(page in pool._key_of for page in pool._revivable)
     slots = [seq.query_slot for seq in running if seq.query_slot]
     assert len(set(slots)) == len(slots) <= num_slots and all(1 <= slot <= num_slots for slot in slots), "I4"
-    assert sorted([*slots, *scheduler._slots]) == list(range(1, num_slots + 1)), "I4: a slot is lost"
+    assert sorted([*slots, *scheduler.slots.free]) == list(range(1, num_slots + 1)), "I4: a slot is lost"
     seats = [seq.seat for seq in running]
     assert sorted([*seats, *scheduler._seats]) == list(range(max_num_seqs)), "a seat is lost"
     for seq in [*scheduler.waiting, *scheduler.draining]:
@@ -253,5 +253,5 @@ def check_books(scheduler, *, num_slots: int, max_num_seqs: int) -> None:
         if seq.budget_pages is not None:
             assert len(seq.page_ids) <= max(seq.budget_pages + 1, seq.compress_len // size), f"I6: {seq}"
     assert scheduler._reserved == sum(seq.reserve for seq in running) >= 0
-    assert scheduler._slot_pages == sum(seq.slot_pages for seq in running if seq.query_slot) <= pool.num_usable
+    assert scheduler.slots.num_set_aside == sum(seq.slot_pages for seq in running if seq.query_slot) <= pool.num_usable
     assert scheduler.num_running == len(running)

@@ -1,100 +1,115 @@
-"""Workloads: what to run, as prompt and output lengths. Seeded, so that every engine gets the same.
+"""The paper's three throughput workloads as distributions of prompt and output lengths, and a cost model of a step's parts.
 
-The shapes of the paper's workloads (arXiv 2603.08743, sec. 5.1) are drawn from distributions; a JSONL file gives exact ones.
+Lengths are drawn, not taken from the data sets: what matters to a scheduler is how long they are and what they share. Sizes and
+limits are the paper's (arXiv 2603.08743, sec. 5.1 and appendix B); means are fitted to its reported output lengths. Not a
+benchmark of its own: `simulate` uses it.
 """
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from __future__ import annotations
 
-import numpy as np
+import math
+import random
+from dataclasses import dataclass
+
+SYSTEM_LEN = 24
+"""Tokens of the chat template and the system prompt that all prompts of a workload share."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Lengths in tokens, one entry a request."""
+class Item:
+    """One sample to generate: its problem's prompt, and how many tokens it generates."""
 
-    name: str
-    prompt_lens: tuple[int, ...]
-    output_lens: tuple[int, ...]
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.prompt_lens)
-
-    def prompts(self, vocab_size: int, seed: int = 0) -> list[list[int]]:
-        """Random token ids, one list a request."""
-        rng = np.random.default_rng(seed)
-        return [rng.integers(0, vocab_size, n).tolist() for n in self.prompt_lens]
+    prompt: tuple[int, ...]
+    output_len: int
+    max_tokens: int
 
 
-def _lognormal(rng: np.random.Generator, mean: float, sigma: float, size: int, least: int, most: int) -> np.ndarray:
-    """Integers of lognormal law with the given mean, clipped to [least, most]."""
-    return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, size), least, most).astype(int)
+@dataclass(frozen=True)
+class Problems:
+    """`num` problems of `samples` samples. Lengths are lognormal: medians in tokens, spread as sigma of the logarithm.
 
-
-def _w(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """Workload W: 128-token prompts, outputs lognormal with mean 4,035 and maximum 8,192."""
-    return np.full(num, 128), _lognormal(np.random.default_rng(0), 4096, 0.5, num, 256, 8192)
-
-
-def _amc(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """AMC 23: short questions, outputs of 8k tokens on average, 16,384 at most."""
-    rng = np.random.default_rng(1)
-    return _lognormal(rng, 130, 0.4, num, 40, 512), _lognormal(rng, 7971, 0.6, num, 512, 16384)
-
-
-def _mixture(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """AMC 23 and GSM8K, 40 to 1,319: GSM8K answers without reasoning, in about 200 tokens."""
-    rng = np.random.default_rng(2)
-    long = rng.random(num) < 40 / 1359
-    prompts = np.where(long, _lognormal(rng, 130, 0.4, num, 40, 512), _lognormal(rng, 110, 0.3, num, 40, 400))
-    outputs = np.where(long, _lognormal(rng, 7971, 0.6, num, 512, 16384), _lognormal(rng, 200, 0.5, num, 32, 1024))
-    return prompts, outputs
-
-
-def _longbench(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """LongBench MultiFieldQA-en: contexts of 7k tokens, outputs of about 900 tokens."""
-    rng = np.random.default_rng(3)
-    return _lognormal(rng, 7000, 0.5, num, 1024, 15000), _lognormal(rng, 900, 0.7, num, 64, 4096)
-
-
-SHAPES = {"W": (_w, 192), "amc": (_amc, 1280), "mixture": (_mixture, 5436), "longbench": (_longbench, 600)}
-"""Name -> (lengths for a number of requests, the workload's own number)."""
-
-
-def named_workload(name: str, num_requests: int | None = None) -> Workload:
-    """A built-in workload, or that of a JSONL file: {"prompt_len": …, "output_len": …} a line.
-
-    Raises:
-        ValueError: an unknown name, or a line of the file that lacks a length, naming the line.
+    `problem_sigma` spreads the median output length over problems, `sample_sigma` the samples around their problem's.
     """
-    if name in SHAPES:
-        lengths, default = SHAPES[name]
-        prompts, outputs = lengths(num_requests or default)
-        return Workload(name, tuple(int(n) for n in prompts), tuple(int(n) for n in outputs))
-    path = Path(name)
-    if not path.exists():
-        raise ValueError(f"workload {name!r} is neither one of {sorted(SHAPES)} nor a file")
-    pairs = [_parse(line, f"{path}:{i}") for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
-    pairs = pairs[:num_requests]
-    if not pairs:
-        raise ValueError(f"{path} holds no request; write one JSON object a line")
-    return Workload(path.stem, tuple(p for p, _ in pairs), tuple(o for _, o in pairs))
+
+    num: int
+    samples: int
+    prompt_median: float
+    prompt_sigma: float
+    prompt_limits: tuple[int, int]
+    output_median: float
+    problem_sigma: float
+    sample_sigma: float
+    max_tokens: int
+
+    def draw(self, rng: random.Random, fraction: float) -> list[Item]:
+        items = []
+        system = tuple(range(2, 2 + SYSTEM_LEN))
+        for _ in range(max(1, round(self.num * fraction))):
+            shortest, longest = self.prompt_limits
+            length = int(self.prompt_median * math.exp(rng.gauss(0, self.prompt_sigma)))
+            own = rng.choices(range(100, 150_000), k=min(max(length, shortest), longest))
+            median = self.output_median * math.exp(rng.gauss(0, self.problem_sigma))
+            for _ in range(self.samples):
+                output = int(median * math.exp(rng.gauss(0, self.sample_sigma)))
+                items.append(Item((*system, *own), min(max(output, 1), self.max_tokens), self.max_tokens))
+        return items
 
 
-def fixed_workload(num_requests: int, input_len: int, output_len: int) -> Workload:
-    """Every request alike."""
-    return Workload(f"{input_len}x{output_len}", (input_len,) * num_requests, (output_len,) * num_requests)
+def amc(samples: int) -> Problems:
+    """AMC 23 in reasoning mode: short prompts, outputs of 9,100 tokens on average, many at the limit."""
+    return Problems(40, samples, 110, 0.4, (40, 400), 7_600, 0.55, 0.35, 16_384)
 
 
-def _parse(line: str, where: str) -> tuple[int, int]:
-    try:
-        record = json.loads(line)
-        prompt, output = record["prompt_len"], record["output_len"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: needs prompt_len and output_len ({type(error).__name__}: {error})") from None
-    for name, value in (("prompt_len", prompt), ("output_len", output)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{where}: {name}={value!r} must be an integer of at least 1")
-    return prompt, output
+WORKLOADS = {
+    "amc": (amc(32),),
+    # GSM8K in non-reasoning mode: short answers.
+    "mixture": (amc(4), Problems(1_319, 4, 75, 0.35, (30, 250), 230, 0.35, 0.25, 16_384)),
+    # LongBench MultiFieldQA-en: long prompts, 400 tokens on average, a few run away.
+    "longbench": (Problems(150, 4, 6_600, 0.5, (1_500, 16_000), 220, 0.7, 0.8, 4_096),),
+}
+
+
+def draw_workload(name: str, seed: int, fraction: float = 1.0) -> list[Item]:
+    """The samples of a workload in the order in which they are queued; the mixture is shuffled."""
+    rng = random.Random(seed)
+    items = [item for problems in WORKLOADS[name] for item in problems.draw(rng, fraction)]
+    if len(WORKLOADS[name]) > 1:
+        rng.shuffle(items)
+    return items
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of a step's parts on one device; bandwidth-bound decode, compute-bound prefill, latency-bound compression.
+
+    Attributes:
+        decode_ms: a decode step without cache (weights, launches).
+        decode_row_ms: more for each row.
+        entry_us: reading one entry of all layers.
+        prefill_ms, prefill_token_ms: a prefill step, and each of its tokens.
+        slice_ms, slice_row_ms: compressing one layer of one request alone, and each further one (per layer).
+        overlaps: asynchronous slices run beside the rest of the step (a second stream, as in the paper's engine).
+        page_bytes, slot_bytes, avail_bytes: what the memory plan takes.
+    """
+
+    decode_ms: float
+    decode_row_ms: float
+    entry_us: float
+    prefill_ms: float
+    prefill_token_ms: float
+    slice_ms: float
+    slice_row_ms: float
+    overlaps: bool
+    page_bytes: int
+    slot_bytes: int
+    avail_bytes: int
+
+
+_QWEN3_8B = {"page_bytes": 36 * 256 * 8 * (2 * 128 * 2 + 4), "slot_bytes": 36 * 16 * 32 * 128 * 2}
+
+DEVICES = {
+    # Qwen3-8B, eager, on an A100 80 GB: the paper's Fig. 4, 7 and 16.
+    "a100": Costs(46.0, 0.03, 0.09, 48.0, 0.105, 0.6, 0.03, True, avail_bytes=52 * 2**30, **_QWEN3_8B),
+    # The same on an H200 141 GB: 16.4 GB of weights and 144 KiB an entry at 3.6–4.2 TB/s, 500 TFLOP/s.
+    "h200": Costs(4.4, 0.002, 0.041, 5.0, 0.033, 0.03, 0.008, False, avail_bytes=105 * 2**30, **_QWEN3_8B),
+}
