@@ -119,14 +119,15 @@ class _Rows:
     """The logits of a batch, in chunks, and what drawing from them needs. Masses are relative to the row's likeliest token."""
 
     def __init__(self, logits: Float[Array, "rows vocab"], batch: SamplingBatch):
-        self.logits, self.batch = logits, batch
+        self.logits = logits
         self.vocab_size = logits.shape[1]
         self.chunked = _chunked(logits)
         # The barrier makes the maximum of a row start from those of its chunks instead of reading the logits again.
-        self.chunk_top = lax.optimization_barrier(jnp.max(self.chunked, axis=-1))
+        self.chunk_top = lax.optimization_barrier(jnp.minimum(jnp.max(self.chunked, axis=-1), LARGEST))
         self.top = jnp.max(self.chunk_top, axis=-1)
         self.greedy = batch.temperature < GREEDY_BELOW
         self.rate = jnp.where(self.greedy, 1.0, 1.0 / batch.temperature)
+        self.keys = jax.vmap(_key_of)(batch.seed, batch.position)
 
     def chunk_mass(self, floor: Float[Array, " rows"]) -> Float[Array, "rows chunks"]:
         """Mass of each chunk's tokens whose logit is at least `floor`."""
@@ -137,9 +138,7 @@ class _Rows:
         """Mass of the tokens whose logit is strictly above each bound: one pass for all of them."""
         weights = self._weights()
         parts = [jnp.where(self.chunked > bounds[:, j, None, None], weights, 0) for j in range(bounds.shape[1])]
-        zeros = [jnp.int32(0)] * len(parts)
-        sums = lax.reduce(parts, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (2,))
-        return self.total(jnp.stack([self._scaled(x) for x in sums], axis=1))
+        return self.total(jnp.stack([self._scaled(x) for x in _sums(parts, (2,))], axis=1))
 
     def total(self, chunk_mass: Float[Array, "rows draws chunks"]) -> Float[Array, "rows draws"]:
         """Sums of masses, exact to 2⁻³⁰: an integer part of 2⁻¹² and a rest, so that the order does not matter."""
@@ -164,20 +163,27 @@ class _Rows:
 
     def _race(self, mass: Float[Array, "rows draws nodes"], draws: range, level: int) -> Int[Array, "rows draws"]:
         """A node in proportion to its mass: whose exponential clock of that rate rings first. Greedy rows: the first with any."""
-        words = _mix(self._keys([2 * draw + level for draw in draws]), mass.shape[-1])
-        # −log1p(−u) of u in (0, 1) is exponential and keeps its precision where it matters, near 0.
-        clock = -jnp.log1p(-(words.astype(jnp.float32) + 0.5) * 2.0**-32) / mass
+        words = self._words([2 * draw + level for draw in draws], mass.shape[-1])
+        # −log1p(−u) of u in (0, 1) is exponential and keeps its precision where it matters, near 0. The largest words round to 1.
+        uniform = jnp.minimum((words.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+        clock = -jnp.log1p(-uniform) / mass
         clock = jnp.where(self.greedy[:, None, None] & (mass > 0), 0.0, clock)
         return lax.argmin(clock, 2, jnp.int32)
 
-    def _keys(self, numbers: list[int]) -> UInt[Array, "rows numbers 2"]:
-        """Threefry keys that depend on the row's seed and position and on their number alone."""
+    def _words(self, numbers: list[int], num: int) -> UInt[Array, "rows numbers num"]:
+        """`num` random words a number, of the row's key and the number alone.
 
-        def of_row(seed, position):
-            key = jax.random.fold_in(jax.random.key(seed), position)
-            return jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(jnp.asarray(numbers))
-
-        return jax.vmap(of_row)(self.batch.seed, self.batch.position)
+        A counter goes through two rounds of an integer hash ("lowbias32": xor-shifts by 16, 15 and 16, two multiplications), each
+        keyed with half of the row's threefry key. Threefry for every word would take five times the instructions.
+        """
+        counters = jnp.asarray(numbers, jnp.uint32)[:, None] << 16 | jnp.arange(num, dtype=jnp.uint32)[None]
+        x = counters[None] * jnp.uint32(0x9E3779B9)
+        for half in (0, 1):
+            x = x + self.keys[:, half, None, None]
+            x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+            x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+            x = x ^ (x >> 16)
+        return x
 
     def _weights(self) -> Int[Array, "rows chunks CHUNK"]:
         """Mass of each token relative to its chunk's likeliest, in units of 1/UNIT."""
@@ -195,24 +201,18 @@ def _chunked(logits: Float[Array, "rows vocab"]) -> Float[Array, "rows chunks CH
     return padded.reshape(logits.shape[0], -1, CHUNK)
 
 
-def _mix(keys: UInt[Array, "rows draws 2"], num: int) -> UInt[Array, "rows draws num"]:
-    """`num` random words a key: its halves and the word's number through two rounds of an integer hash.
-
-    The hash is "lowbias32" (xor-shifts by 16, 15, 16 and two multiplications). Threefry for every word would take four times
-    the instructions; here it makes the keys.
-    """
-    x = jnp.arange(num, dtype=jnp.uint32)[None, None] * jnp.uint32(0x9E3779B9)
-    for half in range(2):
-        x = x + keys[:, :, half, None] if half == 0 else x ^ keys[:, :, half, None]
-        x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-        x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-        x = x ^ (x >> 16)
-    return x
+def _key_of(seed: Int[Array, ""], position: Int[Array, ""]) -> UInt[Array, "2"]:
+    return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), position))
 
 
 def _exp(x, top, rate):
-    """exp((x − top) · rate), at most 1; 0 for x = −inf whatever `top`."""
-    return jnp.minimum(jnp.exp((jnp.clip(x, max=LARGEST) - jnp.clip(top, -LARGEST, LARGEST)) * rate), 1.0)
+    """exp((x − top) · rate), at most 1; 0 for x = −inf whatever `top`, 1 for x = +inf."""
+    return jnp.minimum(jnp.exp((x - jnp.maximum(top, -LARGEST)) * rate), 1.0)
+
+
+def _sums(parts: list[Int[Array, "..."]], axes: tuple[int, ...]) -> list[Int[Array, "..."]]:
+    """Sums over the same axes of several functions of one array, in one pass over it."""
+    return lax.reduce(parts, [jnp.int32(0)] * len(parts), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], axes)
 
 
 def _top_k_threshold(row: _Rows, top_k: Int[Array, " rows"]) -> Float[Array, " rows"]:
@@ -242,7 +242,7 @@ def _bisect_top_k(row: _Rows, top_k: Int[Array, " rows"]) -> Float[Array, " rows
     found = jnp.zeros(top_k.shape, jnp.uint32)
     for shift in range(30, -1, -2):
         bounds = [as_float(found + jnp.uint32(digit << shift))[:, None, None] for digit in (1, 2, 3)]
-        counts = [jnp.sum(row.chunked >= bound, axis=(1, 2), dtype=jnp.int32) for bound in bounds]
+        counts = _sums([(row.chunked >= bound).astype(jnp.int32) for bound in bounds], (1, 2))
         found = found + (sum((count >= top_k).astype(jnp.uint32) for count in counts) << shift)
     return as_float(found)
 
