@@ -114,6 +114,7 @@ def dense_logprobs(model: models.LoadedModel):
     return functools.partial(jax.jit(run), model.params)
 
 
+@pytest.mark.slow
 def test_evicting_irrelevant_tokens_is_masked_attention_and_keeps_the_needle(smollm2):
     """A code far back in the prompt, filler evicted: the model still finds it, with the logits of masked full attention."""
     encode = functools.partial(smollm2.tokenizer.encode, add_special_tokens=False)
