@@ -40,6 +40,7 @@ class Arguments:
         docs: documents.
         tokens: tokens scored per document and budget, a multiple of page_size.
         seed: of the random policy and of the bootstrap.
+        one_width: pad page tables to the largest budget: programs are shared by all budgets, small budgets compute more.
         implementation: of the compression's kernels; None takes the device's default.
         cells: file of finished cells (one JSON line each); cells of an earlier run with the same settings are reused.
         output_json: write the result here too.
@@ -55,6 +56,7 @@ class Arguments:
     tokens: int = 1024
     dtype: str = "float32"
     seed: int = 0
+    one_width: bool = False
     implementation: str | None = "xla"
     cells: Path | None = None
     output_json: Path | None = None
@@ -134,6 +136,7 @@ def _measure_cell(loaded, full, name: str, budget: int, arguments: Arguments) ->
         config,
         page_size=arguments.page_size,
         num_tokens=arguments.tokens,
+        table_pages=max(arguments.budgets) // arguments.page_size + 1 if arguments.one_width else None,
         seed=arguments.seed,
         implementation=arguments.implementation,
     )
