@@ -231,6 +231,36 @@ def test_full_and_missing_scores_are_refused():
     compress(case, Attention())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("page_size", [64, 256])
+def test_kernels_keep_what_the_oracle_keeps(name, page_size):
+    """The device's own kernels, bfloat16 pools: nothing clearly better was dropped, and the rest of the pool is untouched."""
+    shape = {"page_size": page_size, "window": 16, "kv_heads": 4, "group": 4, "head_dim": 128, "dtype": jnp.bfloat16}
+    case = make_case(1, pages=(3, 5), **shape)
+    run = functools.partial(
+        compress_layers, config=CompressionConfig(budget_pages=2, policy=POLICIES[name]), num_layers=2
+    )
+    after = jax.jit(run)(case.cache, case.batch, layer_start=np.int32(0))
+    touched = set()
+    for layer, rows in enumerate(case.rows):
+        for r, row in enumerate(rows):
+            kept = kept_entries(case, after, layer, r)
+            touched |= set(case.targets(r, layer))
+            scores, _ = oracle.PRESETS.get(name, oracle.PRESETS["zipage"])(row)
+            if name.endswith("value guard"):
+                scores = oracle.guard(row, scores, 0.1)
+            scores = oracle.protect(row, scores)
+            assert (np.diff(kept, axis=1) > 0).all()
+            assert (kept[:, -16:] == np.arange(row.entries - 16, row.entries)).all()
+            scale = np.abs(scores[np.isfinite(scores) & (np.abs(scores) < oracle.PROTECTED)]).max()
+            for head, best in enumerate(oracle.select(scores, row.budget)):
+                assert scores[head][kept[head]].min() >= scores[head][best].min() - 1e-3 * scale
+    null = {layer * case.cache.num_pages for layer in range(2)}
+    same = sorted(set(range(case.cache.k_pages.shape[0])) - touched - null)
+    np.testing.assert_array_equal(np.asarray(after.k_pages)[same], np.asarray(case.cache.k_pages)[same])
+
+
 SHAPES = {
     "Qwen3-8B, a slice of 8 requests": dict(
         rows=8, pages=9, budget_pages=8, num_layers=8, heads=(32, 8, 128), page_size=256
