@@ -100,7 +100,7 @@ def test_a_prompt_of_whole_pages_compresses_before_its_first_decode(num_prompt):
 
 
 def test_asynchronous_slices_let_the_others_decode_on():
-    scheduler = build(async_compression=True, layer_stride=3, layers=8)
+    scheduler = build(async_compression=True, layer_stride=3, layers=9)
     first, other = request(scheduler, 12), request(scheduler, [9, 9])
     step(scheduler)
     seen = []
@@ -110,7 +110,7 @@ def test_asynchronous_slices_let_the_others_decode_on():
         assert other in plan.decode
         assert (first in plan.decode) == (len(seen) == 3), "it decodes in the step of its last slice"
         assert plan.compress[0].source_page_ids == plan.compress[-1].source_page_ids
-    assert seen == [[(0, 3)], [(3, 6)], [(6, 8)]]
+    assert seen == [[(0, 3)], [(3, 6)], [(6, 9)]]
 
 
 def test_rows_of_a_job_are_capped_and_the_rest_waits_its_turn():
