@@ -17,7 +17,7 @@ from typing import Literal
 
 import tyro
 
-from zipage_jax.bench.workloads import DEVICES, WORKLOADS, Costs, Item, draw_workload
+from zipage_jax.bench._workloads import DEVICES, WORKLOADS, Costs, Item, draw_workload
 from zipage_jax.config import CompressionConfig, EngineConfig
 from zipage_jax.memory_plan import plan_memory
 from zipage_jax.plan import Plan
@@ -193,7 +193,7 @@ def plot(curves: dict[str, dict[str, Curves]], path: Path) -> None:
             # Tokens of the steps that ended between two points, over the time between them.
             totals = [sum(c.tokens[i + 1 : i + 1 + stride]) for i in range(0, len(c.tokens), stride)]
             spans = [b - a for a, b in itertools.pairwise(time_s)]
-            rates = [total / span for total, span in zip(totals, spans, strict=False)]
+            rates = [total / span if span else 0.0 for total, span in zip(totals, spans, strict=False)]
             percent = [100 * share for share in c.occupancy[::stride]]
             for row, values in enumerate((c.running[::stride], c.waiting[::stride], percent, rates)):
                 axes[row][column].plot(time_s[: len(values)], values, label=variant, linewidth=1)
