@@ -121,6 +121,27 @@ def test_rows_of_a_job_are_capped_and_the_rest_waits_its_turn():
     assert [len(step(scheduler).compress) for _ in range(3)] == [3, 3, 2]
 
 
+def test_a_step_takes_one_slice_more_for_every_full_job_that_waits():
+    scheduler = build(
+        max_rows=2, slots=8, pages=64, max_num_batched_tokens=128, async_compression=True, layer_stride=1, layers=4
+    )
+    for n in range(7):
+        request(scheduler, [n] * 12, max_tokens=3)
+    step(scheduler)
+    jobs = [step(scheduler).compress for _ in range(9)]
+    assert [(len(job), job[0].layers) for job in jobs] == [
+        (2, (0, 3)),
+        (2, (3, 4)),
+        (2, (0, 2)),
+        (2, (2, 4)),
+        (2, (0, 1)),
+        (2, (1, 2)),
+        (2, (2, 3)),
+        (2, (3, 4)),
+        (1, (0, 1)),
+    ]
+
+
 def test_a_compression_during_prefill_never_holds_more_than_n_max_and_a_chunk():
     scheduler = build(compress_during_prefill=True, max_num_batched_tokens=16, pages=64, model_len=4096)
     seq = request(scheduler, 1000, max_tokens=30)
