@@ -28,7 +28,7 @@ def draw_config(choose) -> tuple[EngineConfig, int]:
             budget_pages=budget,
             window=window,
             sink_len=0,
-            layer_stride=choose([1, 2, 3]),
+            layer_stride=choose([1, 3]),
             max_rows=choose([1, 2, 3]),
             compress_during_prefill=choose([False, False, True]),
         )

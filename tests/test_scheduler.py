@@ -100,7 +100,7 @@ def test_a_prompt_of_whole_pages_compresses_before_its_first_decode(num_prompt):
 
 
 def test_asynchronous_slices_let_the_others_decode_on():
-    scheduler = build(async_compression=True, layer_stride=3, layers=8)
+    scheduler = build(async_compression=True, layer_stride=3, layers=9)
     first, other = request(scheduler, 12), request(scheduler, [9, 9])
     step(scheduler)
     seen = []
@@ -110,7 +110,7 @@ def test_asynchronous_slices_let_the_others_decode_on():
         assert other in plan.decode
         assert (first in plan.decode) == (len(seen) == 3), "it decodes in the step of its last slice"
         assert plan.compress[0].source_page_ids == plan.compress[-1].source_page_ids
-    assert seen == [[(0, 3)], [(3, 6)], [(6, 8)]]
+    assert seen == [[(0, 3)], [(3, 6)], [(6, 9)]]
 
 
 def test_rows_of_a_job_are_capped_and_the_rest_waits_its_turn():
@@ -119,6 +119,27 @@ def test_rows_of_a_job_are_capped_and_the_rest_waits_its_turn():
         request(scheduler, [n] * 12)
     step(scheduler)
     assert [len(step(scheduler).compress) for _ in range(3)] == [3, 3, 2]
+
+
+def test_a_step_takes_one_slice_more_for_every_full_job_that_waits():
+    scheduler = build(
+        max_rows=2, slots=8, pages=64, max_num_batched_tokens=128, async_compression=True, layer_stride=1, layers=4
+    )
+    for n in range(7):
+        request(scheduler, [n] * 12, max_tokens=3)
+    step(scheduler)
+    jobs = [step(scheduler).compress for _ in range(9)]
+    assert [(len(job), job[0].layers) for job in jobs] == [
+        (2, (0, 3)),
+        (2, (3, 4)),
+        (2, (0, 2)),
+        (2, (2, 4)),
+        (2, (0, 1)),
+        (2, (1, 2)),
+        (2, (2, 3)),
+        (2, (3, 4)),
+        (1, (0, 1)),
+    ]
 
 
 def test_a_compression_during_prefill_never_holds_more_than_n_max_and_a_chunk():

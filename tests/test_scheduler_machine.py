@@ -32,6 +32,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_family(self, data):
         add_family(self.world, chooser(data))
 
+    @rule(data=st.data())
+    def run_family(self, data):
+        self.world.finish()
+        add_family(self.world, chooser(data))
+        self.step(4)
+
     @precondition(lambda self: self.world.scheduler.has_unfinished())
     @rule(num=st.sampled_from([1, 1, 2, 4, 8]))
     def step(self, num):

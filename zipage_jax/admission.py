@@ -2,8 +2,10 @@
 
 Lengths that matter to a sequence with budget B (pages) and N_max = B + 1: it compresses whenever it holds `compress_len`
 entries and has another token to write. That is N_max pages, or all pages of a longer prompt; with `compress_during_prefill` a
-prompt is cut into segments, so that it never holds more than B pages and one prefill chunk. The length depends on the prompt
-and the configuration alone, never on the neighbours. Source: arXiv 2603.08743, sec. 4.1 and 4.3; segments are ours.
+prompt is cut into segments, so that it never holds more than B pages and one prefill chunk. Its results then differ: what is
+kept of the first segments is chosen by their own last queries, and later prompt tokens attend only to that. The length depends
+on the prompt and the configuration alone, never on the neighbours. Source: arXiv 2603.08743, sec. 4.1 and 4.3; segments are
+ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Compression jobs: who is due, which pages take what is kept, which layers a step processes. Pure Python, no jax.
 
 One job is in flight at a time: up to `max_rows` sequences whose layers are compressed together, all of them in one step or,
-when asynchronous, `layer_stride` of them a step, while the other sequences decode on and those that are due wait their turn.
+when asynchronous, a slice of `layer_stride` of them a step, while the other sequences decode on and those that are due wait
+their turn. For every full job that waits, a step takes one slice more, so that compressions keep up with any load.
 Source: arXiv 2603.08743, sec. 4.4 (targets) and 4.5; the slices are ours, because one device runs programs in order.
 """
 
@@ -68,7 +69,8 @@ class Compressor:
             self._start(obtain)
             if not self.rows:
                 return (), []
-        stop = min(self._layer + self._stride, self._num_layers)
+        slices = 1 + len(self.due) // self._max_rows
+        stop = min(self._layer + slices * self._stride, self._num_layers)
         jobs = tuple(self._job(seq, (self._layer, stop)) for seq in self.rows)
         self._layer = stop
         if stop < self._num_layers:

@@ -8,6 +8,7 @@ scheduling. Source of the comparisons: arXiv 2603.08743, Fig. 5, 6 and 19–25.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Literal
 
 import tyro
 
-from zipage_jax.bench.workloads import DEVICES, WORKLOADS, Costs, Item, draw_workload
+from zipage_jax.bench._workloads import DEVICES, WORKLOADS, Costs, Item, draw_workload
 from zipage_jax.config import CompressionConfig, EngineConfig
 from zipage_jax.memory_plan import plan_memory
 from zipage_jax.plan import Plan
@@ -189,12 +190,13 @@ def plot(curves: dict[str, dict[str, Curves]], path: Path) -> None:
         for variant, c in variants.items():
             stride = max(1, len(c.time_s) // CURVE_POINTS)
             time_s = c.time_s[::stride]
-            totals = [sum(c.tokens[i : i + stride]) for i in range(0, len(c.tokens), stride)]
-            spans = [b - a for a, b in zip([0.0, *time_s], time_s, strict=False)]
-            rates = [total / span if span else 0.0 for total, span in zip(totals, spans, strict=True)]
+            # Tokens of the steps that ended between two points, over the time between them.
+            totals = [sum(c.tokens[i + 1 : i + 1 + stride]) for i in range(0, len(c.tokens), stride)]
+            spans = [b - a for a, b in itertools.pairwise(time_s)]
+            rates = [total / span if span else 0.0 for total, span in zip(totals, spans, strict=False)]
             percent = [100 * share for share in c.occupancy[::stride]]
             for row, values in enumerate((c.running[::stride], c.waiting[::stride], percent, rates)):
-                axes[row][column].plot(time_s, values, label=variant, linewidth=1)
+                axes[row][column].plot(time_s[: len(values)], values, label=variant, linewidth=1)
         axes[0][column].set_title(workload)
         axes[3][column].set_xlabel("seconds")
     for row, label in enumerate(("running requests", "waiting requests", "pages held (%)", "tokens / s")):
