@@ -36,7 +36,7 @@ MAX_TOP_K = 128
 DRAWS = 8
 """Tokens drawn at once for top_p: with top_p = 0.9, one row in 10⁸ needs another round."""
 ROUNDS = 4
-"""Rounds of draws, the last among the likeliest tokens only. Flat logits with top_p = 0.3 get there once in 10¹⁰ draws."""
+"""Rounds of draws, the last among the likeliest tokens only. Flat logits get there once in 10⁹ draws (top_p 0.3), 10⁵ (0.1)."""
 GREEDY_BELOW = 1e-5
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
