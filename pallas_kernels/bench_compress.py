@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compact_pages as compact
-from pallas_kernels import key_redundancy as redundancy
 from pallas_kernels import window_scores as window
+from pallas_kernels.key_redundancy import FlashConfig, LightningConfig, key_redundancy
 from pallas_kernels.select_entries import select_entries
 
 READ_BYTES_PER_S, COPY_BYTES_PER_S, FLOPS_PER_S = 4.49e12, 3.35e12, 989e12
@@ -83,18 +83,22 @@ def window_scores_case() -> Case:
     return Case("window_scores", "288 x 2304", floor, variants(window.window_scores, configs), inputs, 1e-6)
 
 
-def lightning_case() -> Case:
+def redundancy_case(mode: str) -> Case:
     ids, _ = page_table()
     inputs = pool(0), jnp.asarray(ids), jnp.full((ROWS,), ENTRIES, jnp.int32)
-    configs = [
-        redundancy.Config(),
-        redundancy.Config(block_n=64),
-        redundancy.Config(consumers=2),
-        redundancy.Config(consumers=2, block_n=256),
-        redundancy.Config(consumers=1, num_programs=264),
-    ]
-    floor = ROWS * PAGES * KV_HEADS * PAGE_SIZE**2 * HEAD_DIM * 2 / FLOPS_PER_S * 1e6
-    return Case("key_redundancy", "lightning", floor, variants(redundancy.key_redundancy, configs), inputs, 2e-4)
+    if mode == "lightning":
+        configs = [
+            LightningConfig(),
+            LightningConfig(block_n=64),
+            LightningConfig(consumers=2),
+            LightningConfig(consumers=2, block_n=256),
+            LightningConfig(consumers=1, num_programs=264),
+        ]
+    else:
+        configs = [FlashConfig(), FlashConfig(consumers=2, slots=4), FlashConfig(slots=2)]
+    seen = PAGE_SIZE if mode == "lightning" else ENTRIES
+    floor = ROWS * ENTRIES * KV_HEADS * seen * HEAD_DIM * 2 / FLOPS_PER_S * 1e6
+    return Case("key_redundancy", mode, floor, variants(key_redundancy, configs, mode=mode), inputs, 1e-3)
 
 
 def select_case(kind: str) -> Case:
@@ -128,7 +132,7 @@ def compact_case(order: str) -> Case:
 
 CASES = {
     "window_scores": [window_scores_case],
-    "key_redundancy": [lightning_case],
+    "key_redundancy": [functools.partial(redundancy_case, mode) for mode in ("lightning", "flash")],
     "select_entries": [functools.partial(select_case, "noise"), functools.partial(select_case, "ties")],
     "compact_pages": [functools.partial(compact_case, order) for order in ("own", "fresh first", "shifted")],
 }
