@@ -7,6 +7,7 @@ in flight by TMA, across work items, and a consumer warpgroup with wgmma. Work i
 first; rows longer than a chunk are merged by their log-sum-exp afterwards (split KV).
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ from pallas_kernels.dispatch import resolve
 LOG2E = math.log2(math.e)
 MASKED = -1e30
 WGMMA_ROWS = 64
-GROUP_ROWS = 8
-"""Query heads of a kv head are padded to this many rows in memory (a swizzled tile), to WGMMA_ROWS in shared memory."""
+"""Query heads of a kv head are padded to this many rows in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Config:
     """
 
     block_k: int = 64
-    stages: int = 3
+    stages: int = 2
     streams: int = 2
     max_chunk: int = 40
     num_programs: int = 132
@@ -68,9 +68,18 @@ def paged_attention(
     implementation = resolve("paged_attention", implementation)
     if implementation == "xla" or queries.dtype == jnp.float32:
         return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
-    config = config or Config()
+    config = config or _choose(queries, k_pages, page_ids)
     check_tiling(queries, k_pages, config.block_k)
     return _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config)
+
+
+def _choose(queries, k_pages, page_ids) -> Config:
+    """Chunks short enough that even full rows make two work items a stream, long enough to be worth a merge."""
+    config = Config()
+    tiles = -(-page_ids.shape[1] * k_pages.shape[2] // config.block_k)
+    items = 2 * config.num_programs * config.streams
+    chunk = -(-queries.shape[0] * k_pages.shape[1] * tiles // items)
+    return dataclasses.replace(config, max_chunk=min(max(chunk, 4), config.max_chunk))
 
 
 def check_tiling(queries, k_pages, block_k: int) -> None:
@@ -129,15 +138,14 @@ def _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config: Confi
     rows, heads, head_dim = queries.shape
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
-    group_rows = -(-group // GROUP_ROWS) * GROUP_ROWS
     max_chunks = -(-page_ids.shape[1] * page_size // (config.block_k * config.max_chunk))
-    q = queries.reshape(rows, kv_heads, group, head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, group_rows - group), (0, 0)))
     items, num_items = work_list(cache_len, max_chunks, config)
-    kernel = _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, queries.dtype, scale, config)
-    out, lse = kernel(q, k_pages, v_pages, page_ids, cache_len, items, num_items)
-    out = _merge_chunks(out, lse[..., :group_rows], cache_len, config) if max_chunks > 1 else out[:, 0]
-    return out[:, :, :group].reshape(rows, heads, head_dim)
+    kernel = _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, queries.dtype, scale, config)
+    out, lse = kernel(
+        queries.reshape(rows, kv_heads, group, head_dim), k_pages, v_pages, page_ids, cache_len, items, num_items
+    )
+    out = _merge_chunks(out, lse[..., :group], cache_len, config) if max_chunks > 1 else out[:, 0]
+    return out.reshape(rows, heads, head_dim)
 
 
 def _merge_chunks(out, lse, cache_len, config: Config):
@@ -152,14 +160,14 @@ def _merge_chunks(out, lse, cache_len, config: Config):
 
 
 @functools.cache
-def _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, dtype, scale, config: Config):
+def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale, config: Config):
     block_k, stages, streams = config.block_k, config.stages, config.streams
     copies = max(1, block_k // page_size)
     sub_tiles = max(1, page_size // block_k)
     span = block_k // copies
 
     def body(q_ref, k_ref, v_ref, table_ref, len_ref, items_ref, count_ref, out_ref, lse_ref, *scratch):
-        q_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free = scratch
+        q_smem, io_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free = scratch
         wg = lax.axis_index("wg")
         stream = lax.div(wg, jnp.int32(2))
         first = lax.axis_index("program") * streams + stream
@@ -217,15 +225,19 @@ def _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, dtype, 
         @pl.when(lax.rem(wg, jnp.int32(2)) == 0)
         def _consume():
             plgpu.set_max_registers(232 if streams == 1 else 208, action="increase")
-            q_tile = q_smem.at[stream]
-            q_tile[...] = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), dtype), plgpu.Layout.WGMMA)
+            # Queries come and outputs go through a plain buffer, whose first `group` rows alone are copied; wgmma reads a
+            # swizzled one. The rows in between stay zero.
+            q_tile, io_tile = q_smem.at[stream], io_smem.at[stream]
+            io_tile[...] = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, head_dim), dtype), plgpu.Layout.WGMMA)
             plgpu.commit_smem()
 
             def one_item(i, done):
                 row, chunk, tiles, head = item(i)
                 length = len_ref[row] - chunk * (config.max_chunk * block_k)
-                plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_tile.at[pl.ds(0, group_rows)], q_bar.at[stream])
+                plgpu.copy_gmem_to_smem(q_ref.at[row, head], io_tile.at[pl.ds(0, group)], q_bar.at[stream])
                 plgpu.barrier_wait(q_bar.at[stream])
+                q_tile[...] = plgpu.load(io_tile, (), layout=plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
                 m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 l = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 acc = plgpu.layout_cast(jnp.full((WGMMA_ROWS, head_dim), 0.0, jnp.float32), plgpu.Layout.WGMMA)
@@ -259,14 +271,13 @@ def _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, dtype, 
                     return acc, m_new, l
 
                 acc, m, l = lax.fori_loop(0, tiles, one_tile, (acc, m, l))
-                # The queries' tile takes the output: all tiles of the item have been multiplied.
                 # A row without entries has l = 0 and gives zeros.
                 inverse = 1.0 / jnp.maximum(l, 1e-30)
-                q_tile[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
+                io_tile[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
                 if max_chunks > 1:
                     lse_smem.at[stream][...] = m + jnp.log2(l)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(0, group_rows)], out_ref.at[row, chunk, head])
+                plgpu.copy_smem_to_gmem(io_tile.at[pl.ds(0, group)], out_ref.at[row, chunk, head])
                 if max_chunks > 1:
                     plgpu.copy_smem_to_gmem(lse_smem.at[stream], lse_ref.at[row, chunk, head])
                 plgpu.wait_smem_to_gmem(0)
@@ -280,10 +291,11 @@ def _kernel(rows, kv_heads, group_rows, head_dim, page_size, max_chunks, dtype, 
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((rows, max_chunks, kv_heads, group_rows, head_dim), dtype),
+            jax.ShapeDtypeStruct((rows, max_chunks, kv_heads, group, head_dim), dtype),
             jax.ShapeDtypeStruct((rows, max_chunks, kv_heads, WGMMA_ROWS), jnp.float32),
         ),
         scratch_types=[
+            plgpu.SMEM((streams, WGMMA_ROWS, head_dim), dtype),
             plgpu.SMEM((streams, WGMMA_ROWS, head_dim), dtype),
             plgpu.SMEM((streams, stages, block_k, head_dim), dtype),
             plgpu.SMEM((streams, stages, block_k, head_dim), dtype),
