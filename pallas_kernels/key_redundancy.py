@@ -16,7 +16,7 @@ from pallas_kernels.key_redundancy_lightning import SMALLEST_NORM, LightningConf
 
 MODES = ("lightning", "flash")
 CHUNK_SIMILARITIES = 1 << 24
-"""Elements of C that the XLA form holds at a time (64 MiB), or those of one row's heads if that is more."""
+"""Elements of C, or keys, that the XLA form holds at a time (64 MiB), or those of one row if that is more."""
 
 
 def key_redundancy(
@@ -73,7 +73,8 @@ def _reference(k_pages, page_ids, cache_len, mode, threshold):
         keys = keys / jnp.maximum(norms, SMALLEST_NORM)
         return jax.vmap(lambda k: one_head(k, threshold))(keys).reshape(kv_heads, row_pages * page_size)
 
-    held = kv_heads * page_size * page_size * (row_pages if mode == "lightning" else 1)
+    tiles = page_size * page_size * (row_pages if mode == "lightning" else 1)
+    held = kv_heads * max(tiles, row_pages * page_size * k_pages.shape[3])
     rows_at_once = max(1, CHUNK_SIMILARITIES // held)
     return lax.map(one_row, (page_ids, cache_len), batch_size=min(rows_at_once, rows))
 

@@ -191,6 +191,8 @@ def _flash_kernel(rows, row_pages, kv_heads, page_size, head_dim, dtype, padded,
                     g = lax.cond(on_border, border, lambda g: g, g)
                     inv_column = plgpu.load(inv_smem.at[slot], layout=PER_COLUMN)
                     tile_total, best = tile_sums(g, inv_row, inv_column, column, limit)
+                    # What was read as ordinary shared memory must be before the copy engine writes it again.
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
                     tile_last, tile_value = unpack(best)
                     value = jnp.where(best >= 0, tile_value, value)

@@ -203,6 +203,8 @@ def _lightning_kernel(rows, row_pages, kv_heads, page_size, head_dim, dtype, thr
                     return carry
 
                 lax.fori_loop(0, used_blocks, row_block, 0)
+                # The keys were read as ordinary shared memory too, which must be before the copy engine writes them again.
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(free.at[slot])
 
                 def remove(b, carry):
