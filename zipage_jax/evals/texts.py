@@ -21,7 +21,7 @@ def documents(tokenizer, num: int, length: int) -> np.ndarray:
         if len(lines & seen) > MAX_OVERLAP * len(lines):
             continue
         seen |= lines
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
         runs += [
             (start // length, name, ids[start : start + length]) for start in range(0, len(ids) - length + 1, length)
         ]
