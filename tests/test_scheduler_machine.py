@@ -87,7 +87,7 @@ def run(max_examples: int, step_count: int) -> Counter:
 
 
 def test_invariants_hold_in_random_lives():
-    totals = run(max_examples=200, step_count=50)
+    totals = run(max_examples=120, step_count=50)
     assert all(totals[name] for name in ("compressions", "preemptions", "revivals", "shared_compressions", "error"))
 
 
