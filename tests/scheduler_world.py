@@ -28,7 +28,7 @@ def draw_config(choose) -> tuple[EngineConfig, int]:
             budget_pages=budget,
             window=window,
             sink_len=0,
-            layer_stride=choose([1, 3]),
+            layer_stride=choose([1, 2]),
             max_rows=choose([1, 2, 3]),
             compress_during_prefill=choose([False, False, True]),
         )
@@ -49,7 +49,7 @@ def draw_config(choose) -> tuple[EngineConfig, int]:
 class World:
     """The scheduler of `config`, a shadow device, and what its requests must return."""
 
-    def __init__(self, config: EngineConfig, num_slots: int, num_layers: int = 3):
+    def __init__(self, config: EngineConfig, num_slots: int, num_layers: int = 2):
         self.config, self.num_slots = config, num_slots
         self.scheduler = Scheduler(
             config,

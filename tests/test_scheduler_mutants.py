@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests import test_scheduler
+from tests import test_scheduler_limits, test_scheduler_queue
 from tests.scheduler_world import random_world
 from zipage_jax import admission, jobs, pages, prefixes, scheduler, slots
 
@@ -165,9 +165,9 @@ MUTANTS = {
 
 
 KILLERS = {
-    "the chain is not continued after a hit": test_scheduler.test_pages_after_a_hit_continue_its_chain,
-    "pages in the making are leaked": test_scheduler.test_abort_frees_the_fresh_targets_of_a_compression_in_flight,
-    "pages are not counted again": test_scheduler.test_a_compression_counts_its_pages_again_after_each_preemption,
+    "the chain is not continued after a hit": test_scheduler_queue.test_pages_after_a_hit_continue_its_chain,
+    "pages in the making are leaked": test_scheduler_limits.test_abort_frees_the_fresh_targets_of_a_compression_in_flight,
+    "pages are not counted again": test_scheduler_queue.test_a_compression_counts_its_pages_again_after_each_preemption,
 }
 """Cases for what is too rare in random lives."""
 

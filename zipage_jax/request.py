@@ -1,6 +1,7 @@
 """One request: what its user asks for (`SamplingParams`), its state on the host (`Sequence`), what comes back (`RequestOutput`)."""
 
 import enum
+import functools
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -162,6 +163,12 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@functools.lru_cache(maxsize=1024)
+def _stop_ids(stop_token_ids: tuple[int, ...], eos_ids: tuple[int, ...]) -> frozenset[int]:
+    """One set for all sequences that stop alike: committing a step looks into every sequence's set."""
+    return frozenset(stop_token_ids + eos_ids)
+
+
 class Sequence:
     """Host state of one sample of a request. The scheduler alone changes it; compared and hashed by identity.
 
@@ -218,9 +225,7 @@ class Sequence:
         self.request_id, self.index, self.params, self.seed = request_id, index, params, seed
         self.all_ids: list[int] = list(prompt_ids)
         self.num_prompt = self.num_tokens = len(self.all_ids)
-        self.stop_ids: frozenset[int] = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            self.stop_ids |= frozenset(eos_ids)
+        self.stop_ids = _stop_ids(tuple(params.stop_token_ids or ()), () if params.ignore_eos else tuple(eos_ids))
         self.min_len = self.num_prompt + params.min_tokens
         self.max_len = self.num_prompt + params.max_tokens
         self.status = Status.WAITING

@@ -145,7 +145,10 @@ class Shadow:
     def table(self, seq, layer, length=None):
         size = self.page_size
         length = seq.cache_len if length is None else length
-        return [self.pages[layer][seq.page_ids[e // size]][e % size] for e in range(length)]
+        pages, entries = self.pages[layer], []
+        for page in seq.page_ids[: -(-length // size)]:
+            entries += pages[page]
+        return entries[:length]
 
     def _write(self, seq, entry, token, position, writers) -> int:
         mirror, size = self.mirrors[seq], self.page_size
@@ -232,13 +235,18 @@ class Shadow:
 def check_books(scheduler, *, num_slots: int, max_num_seqs: int) -> None:
     """I1, I2, I4, I6 and the counters that admission trusts."""
     pool, running = scheduler.pool, scheduler.running()
-    free = [*pool._blank, *pool._revivable]
-    used = [page for page in range(1, pool.num_pages) if pool.counts[page] > 0]
-    assert sorted([*free, *used]) == list(range(1, pool.num_pages)), "I1: free and used pages"
-    held = Counter(page for seq in running for page in {*seq.page_ids, *seq.pending_ids})
-    assert held == Counter({page: pool.counts[page] for page in used}), "I2: counts are not the holders"
+    free = {*pool._blank, *pool._revivable}
+    used = {page: count for page, count in enumerate(pool.counts) if count}
+    assert len(free) == len(pool._blank) + len(pool._revivable), "I1: a page is free twice"
+    assert len(free) + len(used) == pool.num_pages - 1 and free.isdisjoint(used), "I1: free and used pages"
+    assert 0 not in free and 0 not in used, "I1: the null page"
+    held: dict[int, int] = {}
+    for seq in running:
+        for page in {*seq.page_ids, *seq.pending_ids} if seq.pending_ids else seq.page_ids:
+            held[page] = held.get(page, 0) + 1
+    assert held == used, "I2: counts are not the holders"
     assert len(pool._key_of) == len(pool._node_of) <= pool.num_usable, "I12: the prefix map outgrew the pool"
-    assert all(page in pool._key_of for page in pool._revivable)
+    assert pool._revivable.keys() <= pool._key_of.keys()
     slots = [seq.query_slot for seq in running if seq.query_slot]
     assert len(set(slots)) == len(slots) <= num_slots and all(1 <= slot <= num_slots for slot in slots), "I4"
     assert sorted([*slots, *scheduler.slots.free]) == list(range(1, num_slots + 1)), "I4: a slot is lost"

@@ -76,36 +76,40 @@ class Load:
 
 
 def run(options: Options) -> dict[str, float]:
-    """Times of plan + commit in milliseconds, and what happened meanwhile."""
+    """Times of plan + commit in milliseconds, and what happened meanwhile. CPU times do not count waiting for a busy core."""
     load = Load(options)
     scheduler, pending, running, memory = load.scheduler, None, 0, 0
     # Made beforehand, so that growth is the scheduler's.
     times = array("d", bytes(8 * (options.warmup + options.steps)))
+    cpu_times = array("d", times)
     gc.collect()
     for step in range(options.warmup + options.steps):
         if step == options.warmup:
             running = 0
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         ended = sum(scheduler.counters.finished.values())
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         plan = scheduler.plan()
-        planned = time.perf_counter() - start
+        times[step], cpu_times[step] = time.perf_counter() - start, time.thread_time() - cpu_start
         tokens = load.tokens(len(plan.decode) + sum(chunk.samples for chunk in plan.prefill))
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         if pending is not None:
             scheduler.commit(*pending)
-        times[step] = planned + time.perf_counter() - start
+        times[step] += time.perf_counter() - start
+        cpu_times[step] += time.thread_time() - cpu_start
         pending = (plan, tokens)
         running += scheduler.num_running
         for _ in range(sum(scheduler.counters.finished.values()) - ended):
             load.add()
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
-    times = sorted(times[options.warmup :])
+    times, cpu_times = sorted(times[options.warmup :]), sorted(cpu_times[options.warmup :])
     counters = scheduler.counters
     return {
         "p50_ms": round(1e3 * times[len(times) // 2], 4),
         "p99_ms": round(1e3 * times[len(times) * 99 // 100], 4),
         "max_ms": round(1e3 * times[-1], 4),
+        "cpu_p50_ms": round(1e3 * cpu_times[len(times) // 2], 4),
+        "cpu_p99_ms": round(1e3 * cpu_times[len(times) * 99 // 100], 4),
         "steps": options.steps,
         "mean_running": round(running / options.steps, 1),
         "waiting": scheduler.num_waiting,
