@@ -46,6 +46,15 @@ class Config:
     num_programs: int = 132
 
 
+TUNING_CONFIGS = (
+    Config(),
+    Config(stages=3),
+    Config(streams=1, stages=5),
+    Config(block_k=128, streams=1, stages=3),
+)
+"""What `pallas_kernels.bench --tune` compares."""
+
+
 def paged_attention(
     queries: Float[Array, "rows heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],

@@ -40,6 +40,15 @@ class Config:
     consumers: int = 2
 
 
+TUNING_CONFIGS = (
+    Config(),
+    Config(block_k=64, stages=4),
+    Config(block_k=128, stages=2, consumers=3),
+    Config(block_k=64, stages=3, consumers=3),
+)
+"""What `pallas_kernels.bench --tune` compares."""
+
+
 def prefill_attention(
     queries: Float[Array, "tokens heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
