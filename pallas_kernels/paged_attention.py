@@ -71,14 +71,13 @@ def paged_attention(
     Entries past cache_len are never seen; in the pages of a row they must be finite for "pallas" (0 · NaN is NaN).
 
     Raises:
-        ValueError: shapes or dtypes that the named implementation cannot tile, with those that work.
+        ValueError: "pallas" for shapes, dtypes or a device that the kernel cannot take, with those that work.
     """
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    implementation = resolve("paged_attention", implementation)
-    if implementation == "xla" or queries.dtype == jnp.float32:
-        return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
     config = config or _choose(queries, k_pages, page_ids)
-    check_tiling(queries, k_pages, config.block_k)
+    problem = tiling_problem(queries, k_pages, config.block_k)
+    if resolve("paged_attention", implementation, problem=problem) == "xla":
+        return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
     return _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config)
 
 
@@ -91,20 +90,19 @@ def _choose(queries, k_pages, page_ids) -> Config:
     return dataclasses.replace(config, max_chunk=min(max(chunk, 4), config.max_chunk))
 
 
-def check_tiling(queries, k_pages, block_k: int) -> None:
-    """Raise ValueError for shapes or dtypes that the Hopper attention kernels cannot tile."""
+def tiling_problem(queries, k_pages, block_k: int) -> str | None:
+    """Why the Hopper attention kernels cannot take these shapes or dtypes, with what works; None if they can."""
     heads, head_dim = queries.shape[1:]
     kv_heads, page_size = k_pages.shape[1:3]
     if queries.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != queries.dtype:
-        raise ValueError(
-            f"queries {queries.dtype} and pages {k_pages.dtype} must both be bfloat16 or float16 for 'pallas'; use 'xla'"
-        )
+        return f"queries {queries.dtype} and pages {k_pages.dtype} must both be bfloat16 or float16 for 'pallas'; use 'xla'"
     if head_dim not in (64, 128, 256):
-        raise ValueError(f"head_dim={head_dim} must be 64, 128 or 256 for 'pallas'; use 'xla'")
+        return f"head_dim={head_dim} must be 64, 128 or 256 for 'pallas'; use 'xla'"
     if heads % kv_heads or heads // kv_heads > WGMMA_ROWS:
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many")
+        return f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many"
     if page_size % 8 or (page_size % block_k and block_k % page_size):
-        raise ValueError(f"page_size={page_size} must divide {block_k} (and be a multiple of 8) or be a multiple of it")
+        return f"page_size={page_size} must divide {block_k} (and be a multiple of 8) or be a multiple of it"
+    return None
 
 
 def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):

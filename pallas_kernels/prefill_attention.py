@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import resolve
-from pallas_kernels.paged_attention import LOG2E, MASKED, WGMMA_ROWS, check_tiling
+from pallas_kernels.paged_attention import LOG2E, MASKED, WGMMA_ROWS, tiling_problem
 
 QUERY_BLOCK = 64
 """Tokens that the reference handles at once: a block never spans two rows."""
@@ -66,14 +66,13 @@ def prefill_attention(
     Entries past cache_len are never seen; in the pages of a row they must be finite for "pallas" (0 · NaN is NaN).
 
     Raises:
-        ValueError: shapes or dtypes that the named implementation cannot tile, with those that work.
+        ValueError: "pallas" for shapes, dtypes or a device that the kernel cannot take, with those that work.
     """
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    implementation = resolve("prefill_attention", implementation)
-    if implementation == "xla" or queries.dtype == jnp.float32:
-        return _reference(queries, k_pages, v_pages, page_ids, query_start, cache_len, scale)
     config = config or Config()
-    check_tiling(queries, k_pages, config.block_k)
+    problem = tiling_problem(queries, k_pages, config.block_k)
+    if resolve("prefill_attention", implementation, problem=problem) == "xla":
+        return _reference(queries, k_pages, v_pages, page_ids, query_start, cache_len, scale)
     return _hopper(queries, k_pages, v_pages, page_ids, query_start, cache_len, scale, config)
 
 
