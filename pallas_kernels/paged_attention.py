@@ -37,6 +37,7 @@ class Config:
         streams: producer-consumer pairs a program; a second one hides the softmax of the first.
         max_chunk: tiles of the longest work item; longer rows are split.
         num_programs: persistent programs: one an SM.
+        weights_in_smem: the softmax weights pass through shared memory, since interpret mode has no wgmma on registers.
     """
 
     block_k: int = 64
@@ -44,6 +45,7 @@ class Config:
     streams: int = 2
     max_chunk: int = 40
     num_programs: int = 132
+    weights_in_smem: bool = False
 
 
 TUNING_CONFIGS = (
@@ -166,6 +168,20 @@ def _merge_chunks(out, lse, cache_len, config: Config):
     return jnp.sum(weights[..., None] * parts, axis=1).astype(out.dtype)
 
 
+def add_product(acc, weights, values, weights_smem=None):
+    """acc + weights · values with wgmma; weights from registers, or by way of `weights_smem` if that is given."""
+    if weights_smem is None:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+    weights_smem[...] = weights
+    plgpu.commit_smem()
+
+    def multiply(ref):
+        plgpu.wgmma(ref, weights_smem, values)
+        return ref[...]
+
+    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))
+
+
 @functools.cache
 def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale, config: Config):
     block_k, stages, streams = config.block_k, config.stages, config.streams
@@ -174,7 +190,7 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
     span = block_k // copies
 
     def body(q_ref, k_ref, v_ref, table_ref, len_ref, items_ref, count_ref, out_ref, lse_ref, *scratch):
-        q_smem, io_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free = scratch
+        q_smem, io_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free, *w_smem = scratch
         wg = lax.axis_index("wg")
         stream = lax.div(wg, jnp.int32(2))
         first = lax.axis_index("program") * streams + stream
@@ -227,7 +243,14 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
                 lax.fori_loop(0, tiles, one_tile, 0)
                 return done + tiles
 
-            lax.fori_loop(0, mine, one_item, jnp.int32(0))
+            total = lax.fori_loop(0, mine, one_item, jnp.int32(0))
+            # A barrier must not end with a phase that nobody has seen.
+            for slot in range(stages):
+
+                @pl.when(total > slot)
+                def _(slot=slot):
+                    plgpu.barrier_wait(k_free.at[stream * stages + slot])
+                    plgpu.barrier_wait(v_free.at[stream * stages + slot])
 
         @pl.when(lax.rem(wg, jnp.int32(2)) == 0)
         def _consume():
@@ -267,13 +290,8 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
                     p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
                     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
                     l = l * alpha + p.sum(axis=1)
-                    p16 = p.astype(dtype)
                     plgpu.barrier_wait(v_bar.at[stream * stages + slot])
-
-                    def pv(ref):
-                        plgpu.wgmma(ref, p16, v_smem.at[stream, slot])
-
-                    acc = pl.run_state(pv)(plgpu.ACC.init(acc))
+                    acc = add_product(acc, p.astype(dtype), v_smem.at[stream, slot], *(w.at[stream] for w in w_smem))
                     plgpu.barrier_arrive(v_free.at[stream * stages + slot])
                     return acc, m_new, l
 
@@ -309,6 +327,7 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
             plgpu.SMEM((streams, WGMMA_ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=streams),
             *barriers,
+            *([plgpu.SMEM((streams, WGMMA_ROWS, block_k), dtype)] if config.weights_in_smem else []),
         ],
         grid=(config.num_programs,),
         grid_names=("program",),
