@@ -55,9 +55,11 @@ def decode_case(case: DecodeCase, ceilings: Ceilings, tune: bool) -> Case:
     num_bytes = 2 * sum(case.lens) * kv_heads * head_dim * itemsize + 2 * len(case.lens) * heads * head_dim * itemsize
     functions = {("pallas", ""): functools.partial(decode.paged_attention, implementation="pallas")}
     if tune:
-        for config in decode.TUNING_CONFIGS:
-            run = functools.partial(decode.paged_attention, implementation="pallas", config=config)
-            functions["pallas", config_name(config)] = run
+        for base in decode.TUNING_CONFIGS:
+            for items in (1, 2, 4):
+                config = decode.choose(*inputs[:2], inputs[3], base, items)
+                run = functools.partial(decode.paged_attention, implementation="pallas", config=config)
+                functions["pallas", config_name(config)] = run
     elif case.must_reach is not None:
         functions["xla", ""] = functools.partial(decode.paged_attention, implementation="xla")
         functions |= _shipped(case, inputs) | _dense_decode(case)

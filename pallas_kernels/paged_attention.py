@@ -48,11 +48,12 @@ class Config:
     weights_in_smem: bool = False
 
 
+DEFAULT = Config()
 TUNING_CONFIGS = (
-    Config(),
-    Config(stages=3),
+    DEFAULT,
     Config(streams=1, stages=5),
     Config(block_k=128, streams=1, stages=3),
+    Config(block_k=32, stages=4),
 )
 """What `pallas_kernels.bench --tune` compares."""
 
@@ -76,20 +77,19 @@ def paged_attention(
         ValueError: "pallas" for shapes, dtypes or a device that the kernel cannot take, with those that work.
     """
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    config = config or _choose(queries, k_pages, page_ids)
+    config = config or choose(queries, k_pages, page_ids)
     problem = tiling_problem(queries, k_pages, config.block_k)
     if resolve("paged_attention", implementation, problem=problem) == "xla":
         return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
     return _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config)
 
 
-def _choose(queries, k_pages, page_ids) -> Config:
-    """Chunks short enough that even full rows make two work items a stream, long enough to be worth a merge."""
-    config = Config()
-    tiles = -(-page_ids.shape[1] * k_pages.shape[2] // config.block_k)
-    items = 2 * config.num_programs * config.streams
+def choose(queries, k_pages, page_ids, base: Config = DEFAULT, items_per_stream: int = 2) -> Config:
+    """`base` with chunks short enough that full rows make some work items a stream, long enough to be worth a merge."""
+    tiles = -(-page_ids.shape[1] * k_pages.shape[2] // base.block_k)
+    items = items_per_stream * base.num_programs * base.streams
     chunk = -(-queries.shape[0] * k_pages.shape[1] * tiles // items)
-    return dataclasses.replace(config, max_chunk=min(max(chunk, 4), config.max_chunk))
+    return dataclasses.replace(base, max_chunk=min(max(chunk, 4), base.max_chunk))
 
 
 def tiling_problem(queries, k_pages, block_k: int) -> str | None:
@@ -266,7 +266,7 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
                 length = len_ref[row] - chunk * (config.max_chunk * block_k)
                 plgpu.copy_gmem_to_smem(q_ref.at[row, head], io_tile.at[pl.ds(0, group)], q_bar.at[stream])
                 plgpu.barrier_wait(q_bar.at[stream])
-                q_tile[...] = plgpu.load(io_tile, (), layout=plgpu.Layout.WGMMA)
+                q_tile[...] = plgpu.load(io_tile, layout=plgpu.Layout.WGMMA)
                 plgpu.commit_smem()
                 m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 l = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
