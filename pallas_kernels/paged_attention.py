@@ -53,7 +53,6 @@ TUNING_CONFIGS = (
     DEFAULT,
     Config(streams=1, stages=5),
     Config(block_k=128, streams=1, stages=3),
-    Config(block_k=32, stages=4),
 )
 """What `pallas_kernels.bench --tune` compares."""
 
