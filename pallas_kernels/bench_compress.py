@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import bench_timing
 from pallas_kernels import compact_pages as compact
 from pallas_kernels import window_scores as window
 from pallas_kernels.key_redundancy import FlashConfig, LightningConfig, key_redundancy
@@ -136,6 +137,20 @@ CASES = {
     "select_entries": [functools.partial(select_case, "noise"), functools.partial(select_case, "ties")],
     "compact_pages": [functools.partial(compact_case, order) for order in ("own", "fresh first", "shifted")],
 }
+
+
+def cases(op: str, ceilings: bench_timing.Ceilings, tune: bool) -> list[tuple[str, Callable]]:
+    """(name, what builds it) of the op's cases, for `pallas_kernels.bench`."""
+
+    def build(make: Callable) -> bench_timing.Case:
+        case = make()
+        first = {("pallas", name) for name in list(n for i, n in case.functions if i == "pallas")[:1]}
+        chosen = {k: f for k, f in case.functions.items() if tune or k[0] == "xla" or k in first}
+        return bench_timing.Case(
+            op, case.case, case.floor_us, chosen, case.inputs, case.tolerance, in_place=case.in_place, chained=False
+        )
+
+    return [(str(*getattr(make, "args", ())), functools.partial(build, make)) for make in CASES[op]]
 
 
 def microseconds(step: Callable, state, repeats: int) -> float:

@@ -37,6 +37,7 @@ class Config:
         streams: producer-consumer pairs a program; a second one hides the softmax of the first.
         max_chunk: tiles of the longest work item; longer rows are split.
         num_programs: persistent programs: one an SM.
+        weights_in_smem: the softmax weights pass through shared memory, since interpret mode has no wgmma on registers.
     """
 
     block_k: int = 64
@@ -44,6 +45,16 @@ class Config:
     streams: int = 2
     max_chunk: int = 40
     num_programs: int = 132
+    weights_in_smem: bool = False
+
+
+DEFAULT = Config()
+TUNING_CONFIGS = (
+    DEFAULT,
+    Config(streams=1, stages=5),
+    Config(block_k=128, streams=1, stages=3),
+)
+"""What `pallas_kernels.bench --tune` compares."""
 
 
 def paged_attention(
@@ -62,40 +73,37 @@ def paged_attention(
     Entries past cache_len are never seen; in the pages of a row they must be finite for "pallas" (0 · NaN is NaN).
 
     Raises:
-        ValueError: shapes or dtypes that the named implementation cannot tile, with those that work.
+        ValueError: "pallas" for shapes, dtypes or a device that the kernel cannot take, with those that work.
     """
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    implementation = resolve("paged_attention", implementation)
-    if implementation == "xla" or queries.dtype == jnp.float32:
+    config = config or choose(queries, k_pages, page_ids)
+    problem = tiling_problem(queries, k_pages, config.block_k)
+    if resolve("paged_attention", implementation, problem=problem) == "xla":
         return _reference(queries, k_pages, v_pages, page_ids, cache_len, scale)
-    config = config or _choose(queries, k_pages, page_ids)
-    check_tiling(queries, k_pages, config.block_k)
     return _hopper(queries, k_pages, v_pages, page_ids, cache_len, scale, config)
 
 
-def _choose(queries, k_pages, page_ids) -> Config:
-    """Chunks short enough that even full rows make two work items a stream, long enough to be worth a merge."""
-    config = Config()
-    tiles = -(-page_ids.shape[1] * k_pages.shape[2] // config.block_k)
-    items = 2 * config.num_programs * config.streams
+def choose(queries, k_pages, page_ids, base: Config = DEFAULT, items_per_stream: int = 2) -> Config:
+    """`base` with chunks short enough that full rows make some work items a stream, long enough to be worth a merge."""
+    tiles = -(-page_ids.shape[1] * k_pages.shape[2] // base.block_k)
+    items = items_per_stream * base.num_programs * base.streams
     chunk = -(-queries.shape[0] * k_pages.shape[1] * tiles // items)
-    return dataclasses.replace(config, max_chunk=min(max(chunk, 4), config.max_chunk))
+    return dataclasses.replace(base, max_chunk=min(max(chunk, 4), base.max_chunk))
 
 
-def check_tiling(queries, k_pages, block_k: int) -> None:
-    """Raise ValueError for shapes or dtypes that the Hopper attention kernels cannot tile."""
+def tiling_problem(queries, k_pages, block_k: int) -> str | None:
+    """Why the Hopper attention kernels cannot take these shapes or dtypes, with what works; None if they can."""
     heads, head_dim = queries.shape[1:]
     kv_heads, page_size = k_pages.shape[1:3]
     if queries.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != queries.dtype:
-        raise ValueError(
-            f"queries {queries.dtype} and pages {k_pages.dtype} must both be bfloat16 or float16 for 'pallas'; use 'xla'"
-        )
+        return f"queries {queries.dtype} and pages {k_pages.dtype} must both be bfloat16 or float16 for 'pallas'; use 'xla'"
     if head_dim not in (64, 128, 256):
-        raise ValueError(f"head_dim={head_dim} must be 64, 128 or 256 for 'pallas'; use 'xla'")
+        return f"head_dim={head_dim} must be 64, 128 or 256 for 'pallas'; use 'xla'"
     if heads % kv_heads or heads // kv_heads > WGMMA_ROWS:
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many")
+        return f"heads={heads} must be a multiple of kv_heads={kv_heads}, at most {WGMMA_ROWS} times as many"
     if page_size % 8 or (page_size % block_k and block_k % page_size):
-        raise ValueError(f"page_size={page_size} must divide {block_k} (and be a multiple of 8) or be a multiple of it")
+        return f"page_size={page_size} must divide {block_k} (and be a multiple of 8) or be a multiple of it"
+    return None
 
 
 def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):
@@ -159,6 +167,20 @@ def _merge_chunks(out, lse, cache_len, config: Config):
     return jnp.sum(weights[..., None] * parts, axis=1).astype(out.dtype)
 
 
+def add_product(acc, weights, values, weights_smem=None):
+    """acc + weights · values with wgmma; weights from registers, or by way of `weights_smem` if that is given."""
+    if weights_smem is None:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
+    weights_smem[...] = weights
+    plgpu.commit_smem()
+
+    def multiply(ref):
+        plgpu.wgmma(ref, weights_smem, values)
+        return ref[...]
+
+    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))
+
+
 @functools.cache
 def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale, config: Config):
     block_k, stages, streams = config.block_k, config.stages, config.streams
@@ -167,7 +189,7 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
     span = block_k // copies
 
     def body(q_ref, k_ref, v_ref, table_ref, len_ref, items_ref, count_ref, out_ref, lse_ref, *scratch):
-        q_smem, io_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free = scratch
+        q_smem, io_smem, k_smem, v_smem, lse_smem, q_bar, k_bar, v_bar, k_free, v_free, *w_smem = scratch
         wg = lax.axis_index("wg")
         stream = lax.div(wg, jnp.int32(2))
         first = lax.axis_index("program") * streams + stream
@@ -220,7 +242,14 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
                 lax.fori_loop(0, tiles, one_tile, 0)
                 return done + tiles
 
-            lax.fori_loop(0, mine, one_item, jnp.int32(0))
+            total = lax.fori_loop(0, mine, one_item, jnp.int32(0))
+            # A barrier must not end with a phase that nobody has seen.
+            for slot in range(stages):
+
+                @pl.when(total > slot)
+                def _(slot=slot):
+                    plgpu.barrier_wait(k_free.at[stream * stages + slot])
+                    plgpu.barrier_wait(v_free.at[stream * stages + slot])
 
         @pl.when(lax.rem(wg, jnp.int32(2)) == 0)
         def _consume():
@@ -236,7 +265,7 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
                 length = len_ref[row] - chunk * (config.max_chunk * block_k)
                 plgpu.copy_gmem_to_smem(q_ref.at[row, head], io_tile.at[pl.ds(0, group)], q_bar.at[stream])
                 plgpu.barrier_wait(q_bar.at[stream])
-                q_tile[...] = plgpu.load(io_tile, (), layout=plgpu.Layout.WGMMA)
+                q_tile[...] = plgpu.load(io_tile, layout=plgpu.Layout.WGMMA)
                 plgpu.commit_smem()
                 m = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 l = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), 0.0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -260,13 +289,8 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
                     p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
                     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
                     l = l * alpha + p.sum(axis=1)
-                    p16 = p.astype(dtype)
                     plgpu.barrier_wait(v_bar.at[stream * stages + slot])
-
-                    def pv(ref):
-                        plgpu.wgmma(ref, p16, v_smem.at[stream, slot])
-
-                    acc = pl.run_state(pv)(plgpu.ACC.init(acc))
+                    acc = add_product(acc, p.astype(dtype), v_smem.at[stream, slot], *(w.at[stream] for w in w_smem))
                     plgpu.barrier_arrive(v_free.at[stream * stages + slot])
                     return acc, m_new, l
 
@@ -302,6 +326,7 @@ def _kernel(rows, kv_heads, group, head_dim, page_size, max_chunks, dtype, scale
             plgpu.SMEM((streams, WGMMA_ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=streams),
             *barriers,
+            *([plgpu.SMEM((streams, WGMMA_ROWS, block_k), dtype)] if config.weights_in_smem else []),
         ],
         grid=(config.num_programs,),
         grid_names=("program",),

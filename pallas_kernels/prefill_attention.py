@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import resolve
-from pallas_kernels.paged_attention import LOG2E, MASKED, WGMMA_ROWS, check_tiling
+from pallas_kernels.paged_attention import LOG2E, MASKED, WGMMA_ROWS, add_product, tiling_problem
 
 QUERY_BLOCK = 64
 """Tokens that the reference handles at once: a block never spans two rows."""
@@ -33,11 +33,19 @@ class Config:
         block_k: entries of a K or V tile.
         stages: tiles in flight.
         consumers: warpgroups that multiply, 64 query rows each, on the same tiles.
+        weights_in_smem: the softmax weights pass through shared memory, since interpret mode has no wgmma on registers.
     """
 
     block_k: int = 128
     stages: int = 2
     consumers: int = 2
+    weights_in_smem: bool = False
+
+
+TUNING_CONFIGS = (Config(), Config(block_k=64, stages=4), Config(block_k=64, stages=4, consumers=3))
+"""What `pallas_kernels.bench --tune` compares."""
+CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 152}
+"""By warpgroups that multiply. A program that asks for more than its SM has waits forever."""
 
 
 def prefill_attention(
@@ -57,14 +65,13 @@ def prefill_attention(
     Entries past cache_len are never seen; in the pages of a row they must be finite for "pallas" (0 · NaN is NaN).
 
     Raises:
-        ValueError: shapes or dtypes that the named implementation cannot tile, with those that work.
+        ValueError: "pallas" for shapes, dtypes or a device that the kernel cannot take, with those that work.
     """
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    implementation = resolve("prefill_attention", implementation)
-    if implementation == "xla" or queries.dtype == jnp.float32:
-        return _reference(queries, k_pages, v_pages, page_ids, query_start, cache_len, scale)
     config = config or Config()
-    check_tiling(queries, k_pages, config.block_k)
+    problem = tiling_problem(queries, k_pages, config.block_k)
+    if resolve("prefill_attention", implementation, problem=problem) == "xla":
+        return _reference(queries, k_pages, v_pages, page_ids, query_start, cache_len, scale)
     return _hopper(queries, k_pages, v_pages, page_ids, query_start, cache_len, scale, config)
 
 
@@ -147,9 +154,8 @@ def _kernel(num_blocks, kv_heads, group, head_dim, page_size, dtype, scale, conf
     span = block_k // copies
     tile_rows = consumers * WGMMA_ROWS
 
-    def body(
-        q_ref, k_ref, v_ref, table_ref, blocks_ref, out_ref, q_smem, k_smem, v_smem, q_bar, k_bar, v_bar, k_free, v_free
-    ):
+    def body(q_ref, k_ref, v_ref, table_ref, blocks_ref, out_ref, *scratch):
+        q_smem, k_smem, v_smem, q_bar, k_bar, v_bar, k_free, v_free, *w_smem = scratch
         # The last blocks of a row see most: start with them.
         block = num_blocks - 1 - lax.axis_index("block")
         head = lax.axis_index("head")
@@ -187,10 +193,17 @@ def _kernel(num_blocks, kv_heads, group, head_dim, page_size, dtype, scale, conf
                 return carry
 
             lax.fori_loop(0, tiles, one_tile, 0)
+            # A barrier must not end with a phase that nobody has seen.
+            for slot in range(stages):
+
+                @pl.when(tiles > slot)
+                def _(slot=slot):
+                    plgpu.barrier_wait(k_free.at[slot])
+                    plgpu.barrier_wait(v_free.at[slot])
 
         @pl.when((wg < consumers) & (count > 0))
         def _consume():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS[consumers], action="increase")
             q_tile = q_smem.at[wg]
             rows_of = pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
             plgpu.copy_gmem_to_smem(q_ref.at[block, head, rows_of], q_tile, q_bar.at[wg])
@@ -215,21 +228,17 @@ def _kernel(num_blocks, kv_heads, group, head_dim, page_size, dtype, scale, conf
                     shape = (WGMMA_ROWS, block_k)
                     rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
                     entries = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                    # Row i is token i // group: it sees group · entry < group · (first_visible + token), in whole numbers.
-                    limit = first_visible * group + wg * WGMMA_ROWS - t * (block_k * group)
+                    # Row i is token i // group and sees the entries below first_visible + i // group. Without a division:
+                    # group · entry + group - 1 < group · first_visible + i.
+                    limit = first_visible * group - (group - 1) + wg * WGMMA_ROWS - t * (block_k * group)
                     s = jnp.where(entries * group < rows + limit, s, MASKED)
                 m_new = jnp.maximum(m, s.max(axis=1))
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
                 acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
                 l = l * alpha + p.sum(axis=1)
-                p16 = p.astype(dtype)
                 plgpu.barrier_wait(v_bar.at[slot])
-
-                def pv(ref):
-                    plgpu.wgmma(ref, p16, v_smem.at[slot])
-
-                acc = pl.run_state(pv)(plgpu.ACC.init(acc))
+                acc = add_product(acc, p.astype(dtype), v_smem.at[slot], *(w.at[wg] for w in w_smem))
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, m_new, l
 
@@ -255,6 +264,7 @@ def _kernel(num_blocks, kv_heads, group, head_dim, page_size, dtype, scale, conf
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            *([plgpu.SMEM((consumers, WGMMA_ROWS, block_k), dtype)] if config.weights_in_smem else []),
         ],
         grid=(num_blocks, kv_heads),
         grid_names=("block", "head"),

@@ -24,7 +24,7 @@ TARGETS = {"h200": ("NVIDIA H200", 132), "a100": ("NVIDIA A100-SXM4-80GB", 108)}
 def as_on_hopper() -> Iterator[None]:
     """Let `implementation=None` choose what it would on a Hopper GPU."""
     dispatch.default_implementation.cache_clear()
-    with mock.patch.object(dispatch, "_is_hopper_or_newer", lambda: True):
+    with mock.patch.object(dispatch, "_gpu_capability", lambda: dispatch.KERNEL_CAPABILITY):
         yield
     dispatch.default_implementation.cache_clear()
 

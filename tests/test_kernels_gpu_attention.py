@@ -9,40 +9,18 @@ import pytest
 
 from pallas_kernels import paged_attention as decode
 from pallas_kernels import prefill_attention as prefill
+from pallas_kernels.cases import MODEL_SHAPES, DecodeCase, PrefillCase, decode_inputs, log_uniform_lens, prefill_inputs
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {
-    "qwen3-8b": (32, 8, 128),
-    "qwen3-14b": (40, 8, 128),
-    "qwen3-32b": (64, 8, 128),
-    "qwen3-0.6b": (16, 8, 128),
-    "qwen2.5-0.5b": (14, 2, 64),
-    "smollm2": (9, 3, 64),
-}
-
-
-def pools(lens, kv_heads, page_size, head_dim, dtype, seed=0):
-    """(k_pages, v_pages, page_ids, cache_len): rows of the given lengths on shuffled pages of a pool larger than needed."""
-    num_pages = [-(-n // page_size) for n in lens]
-    total, width = sum(num_pages) + 5, max(*num_pages, 1)
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(np.arange(1, total))
-    table, at = np.zeros((len(lens), width), np.int32), 0
-    for row, num in enumerate(num_pages):
-        table[row, :num] = order[at : at + num]
-        at += num
-    keys = jax.random.split(jax.random.key(seed), 2)
-    shape = (total, kv_heads, page_size, head_dim)
-    k, v = (jax.random.normal(key, shape, dtype) for key in keys)
-    return k, v, jnp.asarray(table), jnp.asarray(lens, jnp.int32)
+PAGE_SIZES = (16, 32, 64, 128, 256)
+CONFIGS = (None, decode.Config(max_chunk=3), decode.Config(streams=1, stages=4), decode.Config(block_k=128, streams=1))
 
 
 def check(got, expected, dtype):
     """Within a few roundings of the dtype of the float32 result, and a shuffled result would not be."""
     tolerance = 8 * float(jnp.finfo(dtype).eps) * max(1.0, float(jnp.abs(expected).max()))
-    error = float(jnp.abs(got.astype(jnp.float32) - expected).max())
-    assert error < tolerance
+    assert float(jnp.abs(got.astype(jnp.float32) - expected).max()) < tolerance
     if expected.shape[0] > 1:
         assert float(jnp.abs(jnp.roll(expected, 1, axis=0) - expected).max()) > 2 * tolerance
 
@@ -51,39 +29,51 @@ def wide(*arrays):
     return tuple(a.astype(jnp.float32) for a in arrays)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-def test_decode(name, page_size):
-    heads, kv_heads, head_dim = SHAPES[name]
-    lens = [0, 1, page_size, page_size + 1, 640, *np.random.default_rng(page_size).integers(1, 1500, 7).tolist()]
-    for dtype, config in (
-        (jnp.bfloat16, decode.Config()),
-        (jnp.float16, decode.Config(max_chunk=3)),
-        (jnp.bfloat16, decode.Config(streams=1, stages=4)),
-    ):
-        k, v, table, cache_len = pools(lens, kv_heads, page_size, head_dim, dtype)
-        q = jax.random.normal(jax.random.key(7), (len(lens), heads, head_dim), dtype)
-        run = jax.jit(functools.partial(decode.paged_attention, implementation="pallas", config=config))
-        got = run(q, k, v, table, cache_len)
-        expected = decode.paged_attention(*wide(q, k, v), table, cache_len, implementation="xla")
-        check(got, expected, dtype)
-        assert not got[0].any()
+@pytest.mark.parametrize("index,model", list(enumerate(MODEL_SHAPES)))
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_decode(index, model, page_size):
+    """Rows of every kind of length: none, one entry, a page, one more, one less, several tiles."""
+    drawn = np.random.default_rng(page_size).integers(1, 1500, 6).tolist()
+    lens = (0, 1, page_size, page_size + 1, page_size - 1, 640, *drawn)
+    which = index + PAGE_SIZES.index(page_size)
+    dtype = jnp.float16 if which % 3 == 1 else jnp.bfloat16
+    q, k, v, table, cache_len = decode_inputs(DecodeCase("", lens, model, page_size, jnp.dtype(dtype).name), seed=which)
+    run = jax.jit(functools.partial(decode.paged_attention, implementation="pallas", config=CONFIGS[which % 4]))
+    got = run(q, k, v, table, cache_len)
+    check(got, decode.paged_attention(*wide(q, k, v), table, cache_len, implementation="xla"), dtype)
+    assert not got[0].any()
+    for _ in range(3):
+        np.testing.assert_array_equal(got, run(q, k, v, table, cache_len))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("lens", [(20000,), log_uniform_lens(32, 8192)])
+def test_decode_of_rows_in_many_chunks(lens):
+    q, k, v, table, cache_len = decode_inputs(DecodeCase("", lens))
+    got = jax.jit(functools.partial(decode.paged_attention, implementation="pallas"))(q, k, v, table, cache_len)
+    check(got, decode.paged_attention(*wide(q, k, v), table, cache_len, implementation="xla"), jnp.bfloat16)
+
+
+def test_decode_at_the_far_end_of_a_pool_of_more_than_two_to_the_31_elements():
+    q, k, v, table, cache_len = decode_inputs(DecodeCase("", (700, 3, 256)))
+    far = 9000
+    assert far * k[0].size > 2**31
+    pools = [jnp.zeros((far + len(k), *k.shape[1:]), k.dtype).at[far:].set(x) for x in (k, v)]
+    run = jax.jit(functools.partial(decode.paged_attention, implementation="pallas"))
+    np.testing.assert_array_equal(run(q, *pools, table + far, cache_len), run(q, k, v, table, cache_len))
+
+
+@pytest.mark.parametrize("index,model", list(enumerate(MODEL_SHAPES)))
 @pytest.mark.parametrize("page_size", [16, 64, 256])
-def test_prefill(name, page_size):
-    heads, kv_heads, head_dim = SHAPES[name]
-    query_lens = [1, 0, 37, 300, 128, 5]
-    prefixes = [0, 0, 256, 100, 511, 3]
-    lens = [q + p for q, p in zip(query_lens, prefixes, strict=True)]
-    start = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
-    tokens = 512
-    for dtype, config in ((jnp.bfloat16, prefill.Config()), (jnp.float16, prefill.Config(block_k=64, stages=4))):
-        k, v, table, cache_len = pools(lens, kv_heads, page_size, head_dim, dtype)
-        q = jax.random.normal(jax.random.key(7), (tokens, heads, head_dim), dtype)
-        run = jax.jit(functools.partial(prefill.prefill_attention, implementation="pallas", config=config))
-        got = run(q, k, v, table, start, cache_len)
-        expected = prefill.prefill_attention(*wide(q, k, v), table, start, cache_len, implementation="xla")
-        check(got, expected, dtype)
-        assert not got[sum(query_lens) :].any()
+def test_prefill(index, model, page_size):
+    """The first tokens of a row see few entries, so that one too many or too few shows."""
+    query_lens, prefix_lens = (1, 0, 37, 300, 128, 5), (0, 0, 256, 100, 511, 3)
+    which = index + PAGE_SIZES.index(page_size)
+    dtype = jnp.float16 if which % 3 == 1 else jnp.bfloat16
+    config = prefill.TUNING_CONFIGS[which % len(prefill.TUNING_CONFIGS)]
+    case = PrefillCase("", query_lens, prefix_lens, model, page_size, jnp.dtype(dtype).name)
+    q, *rest = prefill_inputs(case, seed=which)
+    q = jnp.concatenate([q, q[:41]])
+    got = jax.jit(functools.partial(prefill.prefill_attention, implementation="pallas", config=config))(q, *rest)
+    expected = prefill.prefill_attention(*wide(q, *rest[:2]), *rest[2:], implementation="xla")
+    check(got, expected, dtype)
+    assert not got[sum(query_lens) :].any()
