@@ -110,20 +110,22 @@ def _reference(queries, k_pages, v_pages, page_ids, cache_len, scale):
     rows, heads, head_dim = queries.shape
     kv_heads, page_size = k_pages.shape[1:3]
     entries = page_ids.shape[1] * page_size
-    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST
 
     def gather(pool):
-        return pool[page_ids].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, entries, head_dim)
+        # Widened before the products: logits rounded to bfloat16 would lose what the softmax needs.
+        pages = pool[page_ids].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, entries, head_dim)
+        return pages.astype(jnp.float32)
 
     live = jnp.arange(entries, dtype=jnp.int32)[None, :] < cache_len[:, None]
-    q = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    logits = jnp.einsum("rkgd,rksd->rkgs", q, gather(k_pages), precision=precision).astype(jnp.float32) * scale
+    q = queries.reshape(rows, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
+    logits = jnp.einsum("rkgd,rksd->rkgs", q, gather(k_pages), precision=precision) * scale
     logits = jnp.where(live[:, None, None], logits, MASKED)
     weights = jax.nn.softmax(logits, axis=-1, where=live[:, None, None])
     # Entries past cache_len may hold anything here, NaN included.
     values = jnp.where(live[:, None, :, None], gather(v_pages), 0)
-    out = jnp.einsum("rkgs,rksd->rkgd", weights.astype(values.dtype), values, precision=precision)
-    return out.reshape(rows, heads, head_dim)
+    out = jnp.einsum("rkgs,rksd->rkgd", weights, values, precision=precision)
+    return out.reshape(rows, heads, head_dim).astype(queries.dtype)
 
 
 def work_list(

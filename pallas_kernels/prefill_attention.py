@@ -82,26 +82,28 @@ def _reference(queries, k_pages, v_pages, page_ids, query_start, cache_len, scal
     block = min(QUERY_BLOCK, tokens)
     group = heads // kv_heads
     entries = page_ids.shape[1] * page_size
-    precision = jax.lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST
     first_block = _first_block(query_start, block)
     padded = jnp.concatenate([queries, jnp.zeros((block, heads, head_dim), queries.dtype)])
 
     def gather(pool, row):
         pages = pool[jax.lax.dynamic_index_in_dim(page_ids, row, keepdims=False)]
-        return pages.transpose(1, 0, 2, 3).reshape(kv_heads, entries, head_dim)
+        # Widened before the products: logits rounded to bfloat16 would lose what the softmax needs.
+        return pages.transpose(1, 0, 2, 3).reshape(kv_heads, entries, head_dim).astype(jnp.float32)
 
     def one_block(i, out):
         row = jnp.searchsorted(first_block, i, side="right").astype(jnp.int32) - 1
         start = query_start[row] + (i - first_block[row]) * block
         q = jax.lax.dynamic_slice_in_dim(padded, start, block).reshape(block, kv_heads, group, head_dim)
+        q = q.astype(jnp.float32)
         logits = jnp.einsum("tkgd,ksd->kgts", q, gather(k_pages, row), precision=precision)
         last = cache_len[row] - query_start[row + 1] + start + jnp.arange(block, dtype=jnp.int32)
         visible = jnp.arange(entries, dtype=jnp.int32)[None, :] <= last[:, None]
-        logits = jnp.where(visible[None, None], logits.astype(jnp.float32) * scale, -jnp.inf)
+        logits = jnp.where(visible[None, None], logits * scale, -jnp.inf)
         weights = jax.nn.softmax(logits, axis=-1, where=visible[None, None])
         live = jnp.arange(entries, dtype=jnp.int32)[None, :, None] < cache_len[row]
         values = jnp.where(live, gather(v_pages, row), 0)
-        attended = jnp.einsum("kgts,ksd->tkgd", weights.astype(values.dtype), values, precision=precision)
+        attended = jnp.einsum("kgts,ksd->tkgd", weights, values, precision=precision).astype(queries.dtype)
         token = start + jnp.arange(block, dtype=jnp.int32)
         token = jnp.where(token < query_start[row + 1], token, tokens)
         return out.at[token].set(attended.reshape(block, heads, head_dim), mode="drop")

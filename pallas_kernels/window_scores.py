@@ -27,8 +27,8 @@ CHUNK_LOGITS = 1 << 24
 """Logits that the XLA form holds at a time (64 MiB), or those of one row if that is more."""
 WGMMA_ROWS = 64
 MASKED = -1e30
-MAX_COLUMNS = 256
-"""Query rows of one kv head (group times the window, padded) that wgmma takes as columns."""
+MAX_COLUMNS = 128
+"""Query rows of one kv head (group times the window, padded) that wgmma takes as columns; with 256 the kernel spills."""
 CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 152}
 
 
@@ -74,7 +74,7 @@ def window_scores(
     if heads % k_pages.shape[1]:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={k_pages.shape[1]}")
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    config = config or Config()
+    config = config or _choose(queries, k_pages)
     chosen = resolve("window_scores", implementation)
     problem = _problem(queries, k_pages, config)
     if implementation == "pallas" and problem:
@@ -82,6 +82,12 @@ def window_scores(
     if chosen == "xla" or problem:
         return _reference(queries, k_pages, page_ids, cache_len, scale, reduce)
     return _hopper(queries, k_pages, page_ids, cache_len, scale, reduce, config)
+
+
+def _choose(queries, k_pages) -> Config:
+    """Fewer tiles in shared memory where the queries of a kv head take more than one wgmma tile of it."""
+    columns = _columns(queries.shape[1], queries.shape[2] // k_pages.shape[1])
+    return Config() if columns <= WGMMA_ROWS else Config(slots=2)
 
 
 def _problem(queries, k_pages, config: Config) -> str | None:

@@ -42,6 +42,19 @@ def test_decode_in_bfloat16_of_huge_logits_and_with_a_scale():
     close(got, oracle.paged_attention(*wide, page_ids, cache_len, 0.3), 0.05)
 
 
+def test_bfloat16_is_rounded_once():
+    """Logits and sums are float32: an output is the oracle's, rounded to bfloat16 and no further."""
+    rng = np.random.default_rng(4)
+    k, v, page_ids, cache_len = pools(rng, [64, 40], 2, 8, 128, jnp.bfloat16)
+    queries = (rng.standard_normal((2, 8, 128)) * 8).astype(jnp.bfloat16)
+    wide = [x.astype(np.float32) for x in (queries, k, v)]
+    start = np.arange(3, dtype=np.int32)
+    expected = oracle.paged_attention(*wide, page_ids, cache_len, 128**-0.5)
+    allowed = np.abs(expected) * 2.0**-8 + 1e-5
+    assert (np.abs(run(paged_attention, queries, k, v, page_ids, cache_len) - expected) <= allowed).all()
+    assert (np.abs(run(prefill_attention, queries, k, v, page_ids, start, cache_len) - expected) <= allowed).all()
+
+
 @pytest.mark.parametrize("heads,kv_heads", [(6, 2), (3, 3)])
 @pytest.mark.parametrize(
     "query_lens,prefix_lens,padding", [([5, 0, 1, 9], [3, 0, 12, 0], 4), ([70], [1], 0), ([1, 1], [0, 7], 1)]
