@@ -2,7 +2,7 @@
 
 import pytest
 
-from zipage_jax.memory_plan import page_bytes, plan_memory, slot_bytes, workspace_bytes
+from zipage_jax.memory_plan import page_bytes, plan_memory, slot_bytes
 
 QWEN3_8B = {"num_layers": 36, "head_dim": 128, "itemsize": 2}
 PAGE = page_bytes(page_size=256, num_kv_heads=8, score_itemsize=4, **QWEN3_8B)
@@ -61,10 +61,3 @@ def test_memory_for_less_than_one_request_is_refused(avail):
         plan_memory(None, num_pages=3, page_bytes=100, slot_bytes=10, max_pages=3, max_num_seqs=8)
     with pytest.raises(ValueError, match="neither num_pages nor kv_cache_bytes"):
         plan_memory(None, page_bytes=100, max_num_seqs=8)
-
-
-def test_the_workspace_grows_with_stride_rows_and_pages():
-    sizes = {"page_size": 256, "num_kv_heads": 8, "head_dim": 128, "itemsize": 2, "budget_pages": 8}
-    small = workspace_bytes(layer_stride=4, max_rows=2, num_pages=9, **sizes)
-    assert workspace_bytes(layer_stride=8, max_rows=4, num_pages=9, **sizes) == 4 * small
-    assert workspace_bytes(layer_stride=4, max_rows=2, num_pages=30, **sizes) > small

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from models import LoadedModel, ModelConfig
 from pallas_kernels.dispatch import default_implementation
-from zipage_jax import memory_plan
+from zipage_jax import compression, memory_plan
 from zipage_jax.buckets import Buckets, choose_buckets
 from zipage_jax.config import EngineConfig
 from zipage_jax.engine import Engine
@@ -36,7 +36,8 @@ def build_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     log.info("%s", describe(model, config, memory, max_model_len))
     runner = Runner(loaded, config, memory, buckets)
     if not gather:
-        log.info("compiled %d executables in %.1f s", len(runner.warm_up_work()), runner.warm_up())
+        seconds = runner.warm_up()
+        log.info("compiled %d executables in %.1f s", runner.programs.num_compiled, seconds)
     scheduler = Scheduler(
         config,
         num_pages=memory.num_pages,
@@ -61,7 +62,7 @@ def plan_for_device(
     model: ModelConfig, config: EngineConfig, buckets: Buckets, itemsize: int, free: int | None
 ) -> MemoryPlan:
     """Pages and slots: as configured, or what `free` bytes hold beside activations and the compression workspace."""
-    compression = config.compression
+    settings = config.compression
     shape = {
         "num_layers": model.num_layers,
         "page_size": config.page_size,
@@ -69,7 +70,7 @@ def plan_for_device(
         "head_dim": model.head_dim,
         "itemsize": itemsize,
     }
-    if compression is None:
+    if settings is None:
         page = memory_plan.page_bytes(**shape)
         return memory_plan.plan_memory(
             available_bytes(model, config, buckets, itemsize, free),
@@ -81,17 +82,17 @@ def plan_for_device(
         available_bytes(model, config, buckets, itemsize, free),
         page_bytes=memory_plan.page_bytes(
             **shape,
-            score_itemsize=4 if compression.policy.keeps_history else 0,
-            position_itemsize=4 if compression.record_evictions else 0,
+            score_itemsize=4 if settings.policy.keeps_history else 0,
+            position_itemsize=4 if settings.record_evictions else 0,
         ),
         slot_bytes=memory_plan.slot_bytes(
             num_layers=model.num_layers,
-            window=compression.window,
+            window=settings.window,
             num_heads=model.num_heads,
             head_dim=model.head_dim,
             itemsize=itemsize,
         ),
-        max_pages=compression.max_pages,
+        max_pages=settings.max_pages,
         max_num_seqs=config.max_num_seqs,
         num_pages=config.num_pages,
         num_slots=config.num_query_slots,
@@ -120,15 +121,17 @@ def activation_bytes(model: ModelConfig, buckets: Buckets, itemsize: int) -> int
 
 
 def workspace_bytes(model: ModelConfig, config: EngineConfig, buckets: Buckets, itemsize: int) -> int:
-    """Temporaries of one slice of a compression; 0 without compression."""
+    """Temporaries of one slice of a compression to the engine's own budget; 0 without compression."""
     if config.compression is None:
         return 0
-    return memory_plan.workspace_bytes(
-        layer_stride=config.compression.slice_layers(model.num_layers),
-        max_rows=buckets.compress_rows[-1],
-        num_pages=buckets.compress_pages[-1],
-        budget_pages=config.compression.budget_pages,
+    return compression.workspace_bytes(
+        config.compression,
+        rows=buckets.compress_rows[-1],
+        pages=buckets.compress_pages[-1],
+        target_pages=config.compression.budget_pages,
+        num_layers=config.compression.slice_layers(model.num_layers),
         page_size=config.page_size,
+        num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         itemsize=itemsize,
@@ -151,12 +154,12 @@ def free_bytes(device: jax.Device) -> int | None:
 
 def describe(model: ModelConfig, config: EngineConfig, memory: MemoryPlan, max_model_len: int) -> str:
     """The start-up line: pages, slots, N_max, policy."""
-    compression = config.compression
-    if compression is None:
+    settings = config.compression
+    if settings is None:
         return f"{memory}; full KV, at most {max_model_len} tokens a request, {config.max_num_seqs} seats"
     return (
-        f"{memory}; N_max {compression.max_pages} pages of {config.page_size} entries, budget "
-        f"{compression.budget_pages * config.page_size}, window {compression.window}, {compression.policy}"
+        f"{memory}; N_max {settings.max_pages} pages of {config.page_size} entries, budget "
+        f"{settings.budget_pages * config.page_size}, window {settings.window}, {settings.policy}"
     )
 
 

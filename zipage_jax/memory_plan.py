@@ -54,26 +54,6 @@ def slot_bytes(*, num_layers: int, window: int, num_heads: int, head_dim: int, i
     return num_layers * window * num_heads * head_dim * itemsize
 
 
-def workspace_bytes(
-    *,
-    layer_stride: int,
-    max_rows: int,
-    num_pages: int,
-    budget_pages: int,
-    page_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-) -> int:
-    """Bytes of temporaries that one slice of a compression may take: `max_rows` requests of `num_pages` pages each.
-
-    Per entry and kv head four float32 (attention score, global score, redundancy, combined score); per kept entry the K, V and
-    global score that are staged before they are written.
-    """
-    rows = layer_stride * max_rows * num_kv_heads * page_size
-    return rows * (num_pages * 4 * 4 + budget_pages * (2 * head_dim * itemsize + 4))
-
-
 def plan_memory(
     avail_bytes: int | None,
     *,
