@@ -1,6 +1,7 @@
-"""Workloads: what to run, as prompt and output lengths. Seeded, so that every engine gets the same.
+"""What a throughput run asks for: prompts and output lengths. Seeded, so that every engine gets the same.
 
-The shapes of the paper's workloads (arXiv 2603.08743, sec. 5.1) are drawn from distributions; a JSONL file gives exact ones.
+Workload W has lengths of its own; the paper's workloads (arXiv 2603.08743, sec. 5.1) are drawn from their distributions, with the
+prompts that their samples share; a JSONL file gives exact lengths.
 """
 
 import json
@@ -9,58 +10,37 @@ from pathlib import Path
 
 import numpy as np
 
+from zipage_jax.bench._workloads import WORKLOADS, draw_workload
+
+W_REQUESTS = 192
+NAMES = ("W", *WORKLOADS)
+
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths in tokens, one entry a request."""
+    """One entry a request. `shared` holds prompts that requests have in common; None draws random ones of `prompt_lens`."""
 
     name: str
     prompt_lens: tuple[int, ...]
     output_lens: tuple[int, ...]
+    shared: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_requests(self) -> int:
         return len(self.prompt_lens)
 
     def prompts(self, vocab_size: int, seed: int = 0) -> list[list[int]]:
-        """Random token ids, one list a request."""
+        """Token ids below `vocab_size`, one list a request."""
+        if self.shared is not None:
+            return [[token % vocab_size for token in prompt] for prompt in self.shared]
         rng = np.random.default_rng(seed)
         return [rng.integers(0, vocab_size, n).tolist() for n in self.prompt_lens]
 
 
-def _lognormal(rng: np.random.Generator, mean: float, sigma: float, size: int, least: int, most: int) -> np.ndarray:
-    """Integers of lognormal law with the given mean, clipped to [least, most]."""
-    return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, size), least, most).astype(int)
-
-
-def _w(num: int) -> tuple[np.ndarray, np.ndarray]:
+def _w(num: int) -> Workload:
     """Workload W: 128-token prompts, outputs lognormal with mean 4,035 and maximum 8,192."""
-    return np.full(num, 128), _lognormal(np.random.default_rng(0), 4096, 0.5, num, 256, 8192)
-
-
-def _amc(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """AMC 23: short questions, outputs of 8k tokens on average, 16,384 at most."""
-    rng = np.random.default_rng(1)
-    return _lognormal(rng, 130, 0.4, num, 40, 512), _lognormal(rng, 7971, 0.6, num, 512, 16384)
-
-
-def _mixture(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """AMC 23 and GSM8K, 40 to 1,319: GSM8K answers without reasoning, in about 200 tokens."""
-    rng = np.random.default_rng(2)
-    long = rng.random(num) < 40 / 1359
-    prompts = np.where(long, _lognormal(rng, 130, 0.4, num, 40, 512), _lognormal(rng, 110, 0.3, num, 40, 400))
-    outputs = np.where(long, _lognormal(rng, 7971, 0.6, num, 512, 16384), _lognormal(rng, 200, 0.5, num, 32, 1024))
-    return prompts, outputs
-
-
-def _longbench(num: int) -> tuple[np.ndarray, np.ndarray]:
-    """LongBench MultiFieldQA-en: contexts of 7k tokens, outputs of about 900 tokens."""
-    rng = np.random.default_rng(3)
-    return _lognormal(rng, 7000, 0.5, num, 1024, 15000), _lognormal(rng, 900, 0.7, num, 64, 4096)
-
-
-SHAPES = {"W": (_w, 192), "amc": (_amc, 1280), "mixture": (_mixture, 5436), "longbench": (_longbench, 600)}
-"""Name -> (lengths for a number of requests, the workload's own number)."""
+    lens = np.random.default_rng(0).lognormal(np.log(4096) - 0.125, 0.5, num)
+    return Workload("W", (128,) * num, tuple(np.clip(lens, 256, 8192).astype(int).tolist()))
 
 
 def named_workload(name: str, num_requests: int | None = None) -> Workload:
@@ -69,13 +49,15 @@ def named_workload(name: str, num_requests: int | None = None) -> Workload:
     Raises:
         ValueError: an unknown name, or a line of the file that lacks a length, naming the line.
     """
-    if name in SHAPES:
-        lengths, default = SHAPES[name]
-        prompts, outputs = lengths(num_requests or default)
-        return Workload(name, tuple(int(n) for n in prompts), tuple(int(n) for n in outputs))
+    if name == "W":
+        return _w(num_requests or W_REQUESTS)
+    if name in WORKLOADS:
+        items = draw_workload(name, seed=0)[:num_requests]
+        prompts = tuple(item.prompt for item in items)
+        return Workload(name, tuple(map(len, prompts)), tuple(item.output_len for item in items), prompts)
     path = Path(name)
     if not path.exists():
-        raise ValueError(f"workload {name!r} is neither one of {sorted(SHAPES)} nor a file")
+        raise ValueError(f"workload {name!r} is neither one of {list(NAMES)} nor a file")
     pairs = [_parse(line, f"{path}:{i}") for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
     pairs = pairs[:num_requests]
     if not pairs:

@@ -18,10 +18,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from zipage_jax.bench.roofline import Roofline
-from zipage_jax.bench.series import SeriesWriter
-from zipage_jax.bench.trace import DeviceTime, device_time
-from zipage_jax.bench.workloads import Workload, fixed_workload, named_workload
+from zipage_jax.bench._requests import Workload, fixed_workload, named_workload
+from zipage_jax.bench._roofline import Roofline
+from zipage_jax.bench._series import SeriesWriter
+from zipage_jax.bench._trace import DeviceTime, device_time
 from zipage_jax.config import CompressionConfig, EngineConfig
 from zipage_jax.llm import LLM
 from zipage_jax.metrics import StepRecord
