@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # none: processes side by side must not share half-written files
 
 import jax
 import pytest

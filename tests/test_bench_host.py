@@ -27,6 +27,22 @@ def test_simulator(capsys, tmp_path, workload):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("name", bench.names())
+def test_every_bench_explains_itself(capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        bench.main([name, "--help"])
+    assert ended.value.code == 0 and "usage" in capsys.readouterr().out
+
+
+def test_decode_bench(capsys):
+    options = ["--model", "tiny-qwen3", "--rows", "2", "1", "--entries", "20", "--page-size", "16", "--steps", "1"]
+    bench.main(["decode", *options])
+    result = last_line(capsys)
+    assert [case["rows"] for case in result["cases"]] == [2, 1] and all(case["ms"] > 0 for case in result["cases"])
+    with pytest.raises(ValueError, match="entries=0"):
+        bench.main(["decode", "--entries", "0"])
+
+
 def test_bad_names_are_refused():
     with pytest.raises(SystemExit, match="usage: python -m zipage_jax"):
         bench.main(["nonsense"])

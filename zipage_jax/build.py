@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,16 @@ def reserve_device_memory(utilization: float) -> None:
     """Let jax take this share of the GPU's memory. Without effect once jax has started its GPU back end, or if the user chose."""
     if not any(name in os.environ for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")):
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(utilization)
+
+
+def keep_compiled_programs() -> None:
+    """Let jax keep executables under ~/.cache/zipage-jax, so that the next start need not compile them again.
+
+    Only where the user chose no folder (JAX_COMPILATION_CACHE_DIR; an empty one keeps nothing).
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "zipage-jax" / "programs"))
 
 
 def free_bytes(device: jax.Device) -> int | None:

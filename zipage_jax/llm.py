@@ -11,7 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 import models
-from zipage_jax.build import build_engine, reserve_device_memory, resolve_dtype
+from zipage_jax.build import build_engine, keep_compiled_programs, reserve_device_memory, resolve_dtype
 from zipage_jax.chat import render_chat
 from zipage_jax.config import EngineConfig, from_options
 from zipage_jax.outputs import Request
@@ -38,6 +38,7 @@ class LLM:
     def __init__(self, model: str = "smollm2", *, random_weights: bool = False, **options: Any):
         config: EngineConfig = from_options(EngineConfig, options)
         reserve_device_memory(config.gpu_memory_utilization)
+        keep_compiled_programs()
         dtype = resolve_dtype(config.dtype)
         loaded = models.random_model(model, dtype, config.seed) if random_weights else models.load(model, dtype)
         self.model_name, self.config = model, config

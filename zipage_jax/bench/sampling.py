@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from zipage_jax.bench.roofline import READ_BYTES_PER_S
-from zipage_jax.bench.trace import device_time
+from zipage_jax.bench._roofline import READ_BYTES_PER_S
+from zipage_jax.bench._trace import device_time
 from zipage_jax.sampling import SamplingBatch, apply_penalties, sample, token_logprobs
 
 DEFAULTS = {
