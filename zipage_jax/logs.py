@@ -4,7 +4,10 @@ import logging
 
 
 def show_logs() -> None:
-    """Show this package's log from INFO on, until the program sets up logging or chose a level for `zipage_jax` itself."""
+    """Show this package's log from INFO on, unless the program has set up logging or chose a level for `zipage_jax`.
+
+    What it sets up later takes the lines over.
+    """
     logger = logging.getLogger("zipage_jax")
     if logger.level != logging.NOTSET or logger.hasHandlers():
         return
