@@ -107,8 +107,11 @@ class EngineConfig:
         for name in ("num_pages", "kv_cache_bytes", "max_model_len", "num_query_slots"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ValueError(f"gpu_memory_utilization={share!r} must be a number in (0, 1]")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed={self.seed!r} must be an integer")
         if self.max_num_batched_tokens < self.page_size:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below page_size={self.page_size}; "
