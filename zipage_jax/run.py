@@ -19,7 +19,7 @@ from rich.table import Table
 from zipage_jax.chat import render_chat
 from zipage_jax.config import CompressionConfig, EngineConfig
 from zipage_jax.llm import LLM
-from zipage_jax.request import RequestOutput, SamplingParams
+from zipage_jax.request import RequestOutput, RequestsFailed, SamplingParams
 
 DEMO_PROMPTS = (
     "What is the capital of France?",
@@ -36,7 +36,7 @@ class Arguments:
     Attributes:
         model: "smollm2", a Hugging Face directory or hub id, a GGUF file, or a checkpoint of `python -m models.convert`.
         random_weights: draw random weights of a named shape instead (no tokenizer; for benchmarks).
-        prompt: prompts, each run as a chat turn unless `raw` is set.
+        prompt: a prompt, run as a chat turn unless `raw` is set; may be given several times.
         prompts: a JSONL file: one {"prompt": …}, {"messages": …} or {"prompt_token_ids": …} a line.
         chat: talk to the model.
         raw: give prompts to the model as they are, without its chat template.
@@ -51,7 +51,7 @@ class Arguments:
 
     model: Annotated[str, tyro.conf.arg(aliases=["-m"])] = "smollm2"
     random_weights: bool = False
-    prompt: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["-p"])] = ()
+    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=["-p"])] = ()
     prompts: Path | None = None
     chat: bool = False
     raw: bool = False
@@ -113,12 +113,12 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.output is not None:
                 write_outputs(arguments.output, outputs)
             show(console, prompts, outputs, seconds, config)
+            return int(any(sample.error is not None for output in outputs for sample in output.outputs))
     except (ValueError, TypeError, OSError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def read_prompts(arguments: Arguments) -> list[dict]:
@@ -147,7 +147,7 @@ def _parse_line(line: str, where: str) -> dict:
 
 
 def generate(llm: LLM, prompts: list[dict], params: SamplingParams, *, raw: bool) -> list[RequestOutput]:
-    """Outputs in the order of `prompts`. Texts are one user turn each, unless `raw` or the model has no template."""
+    """Outputs in the order of `prompts`, those that failed too. Texts are one user turn each, unless `raw` or without template."""
     templated = not raw and llm.tokenizer is not None and llm.tokenizer.chat_template
     ready = []
     for record in prompts:
@@ -156,7 +156,10 @@ def generate(llm: LLM, prompts: list[dict], params: SamplingParams, *, raw: bool
         if "messages" in record:
             record = {"prompt_token_ids": render_chat(llm.get_tokenizer(), record["messages"])}
         ready.append({k: v for k, v in record.items() if k in ("prompt", "prompt_token_ids")})
-    return llm.generate(ready, params)
+    try:
+        return llm.generate(ready, params)
+    except RequestsFailed as failed:
+        return failed.outputs
 
 
 def chat_loop(llm: LLM, params: SamplingParams, console: Console) -> None:
@@ -175,7 +178,7 @@ def chat_loop(llm: LLM, params: SamplingParams, console: Console) -> None:
             text = output.outputs[0].text
             console.print(text[len(shown) :], end="", markup=False, highlight=False)
             shown = text
-        console.print()
+        console.print(output.outputs[0].error or "", markup=False, highlight=False)
         messages.append({"role": "assistant", "content": shown})
 
 
