@@ -33,5 +33,5 @@ def test_a_file_gives_exact_lengths_and_bad_lines_are_named(tmp_path):
 
 
 def test_only_benches_are_offered():
-    with pytest.raises(SystemExit, match=r"\{compression,sampling,scheduler,simulate,throughput\}"):
+    with pytest.raises(SystemExit, match=r"\{compression,decode,sampling,scheduler,simulate,throughput\}"):
         main(["trace"])
