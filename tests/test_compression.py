@@ -258,7 +258,8 @@ def test_kernels_keep_what_the_oracle_keeps(name, page_size):
                 assert scores[head][kept[head]].min() >= scores[head][best].min() - 1e-3 * scale
     null = {layer * case.cache.num_pages for layer in range(2)}
     same = sorted(set(range(case.cache.k_pages.shape[0])) - touched - null)
-    bits = [np.asarray(cache.k_pages)[same].view(np.uint16) for cache in (after, case.cache)]  # pages nobody holds are NaN
+    # Bits, because pages that nobody holds are NaN.
+    bits = [np.asarray(cache.k_pages)[same].view(np.uint16) for cache in (after, case.cache)]
     np.testing.assert_array_equal(*bits)
 
 
