@@ -129,6 +129,25 @@ def test_logit_bias_and_allowed_tokens():
     assert tuple(plain.sequences[0].output_ids) == greedy("llama", (3,), 4)[0]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"logit_bias": {42: 1e4}}, {"allowed_token_ids": [7]}, {"min_tokens": 9}, {"presence_penalty": 2.0}],
+    ids=lambda params: next(iter(params)),
+)
+def test_what_a_request_asked_for_ends_with_it(params):
+    """A request without biases or penalties sits in the seat of one that had them, which ended or was aborted."""
+    tokens, _ = greedy("llama", (3, 4, 5), 6)
+    e = engine(max_num_seqs=1)
+    run(e, [request("ended", [3], max_tokens=9, eos_ids=(tokens[0],), **params)])
+    e.add(request("aborted", [3], max_tokens=9, eos_ids=(tokens[0],), **params))
+    for _ in range(3):
+        e.step()
+    e.abort("aborted")
+    plain = request("plain", [3, 4, 5], max_tokens=6)
+    run(e, [plain])
+    assert tuple(plain.sequences[0].output_ids) == tokens
+
+
 def test_logprobs_are_the_oracles():
     from tests.engines import tiny
     from tests.reference import transformer

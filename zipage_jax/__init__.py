@@ -9,6 +9,7 @@ _WHERE = {
     "LLM": "zipage_jax.llm",
     "SamplingParams": "zipage_jax.request",
     "RequestOutput": "zipage_jax.request",
+    "RequestsFailed": "zipage_jax.request",
     "EngineConfig": "zipage_jax.config",
     "CompressionConfig": "zipage_jax.config",
 }

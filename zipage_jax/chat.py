@@ -8,6 +8,19 @@ from typing import Any
 from jinja2 import TemplateError
 
 
+def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or many, as a list of conversations; TypeError for what is neither."""
+    if isinstance(messages, list | tuple):
+        if all(isinstance(message, dict) for message in messages):
+            return [list(messages)]
+        if all(isinstance(conversation, list | tuple) for conversation in messages):
+            return [list(conversation) for conversation in messages]
+    raise TypeError(
+        f"messages={messages!r} must be a list of {{'role': 'user', 'content': '…'}}, or a list of such lists; "
+        "`generate` takes plain texts"
+    )
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],

@@ -116,6 +116,11 @@ class EngineConfig:
             )
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _check_choice("scheduling", self.scheduling, ("hybrid", "constrained"))
+        if self.compression is not None and not isinstance(self.compression, CompressionConfig):
+            raise TypeError(
+                f"compression={self.compression!r} must be None or a CompressionConfig, like "
+                "CompressionConfig(budget_pages=4)"
+            )
         if self.compression is not None and not self.compression.policy.evicts:
             object.__setattr__(self, "compression", None)
         if self.compression is not None:

@@ -13,6 +13,7 @@ from zipage_jax.outputs import Outputs, Request, TokenLogprobs
 from zipage_jax.request import Sequence
 from zipage_jax.runner import Runner, StepResult
 from zipage_jax.scheduler import Plan, Scheduler
+from zipage_jax.vocabulary import check_request
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +30,21 @@ class Pending:
 
 
 class Engine:
-    """Runs requests to their end. `outputs` turns tokens into text and finds stop strings."""
+    """Runs requests to their end. `outputs` turns tokens into text and finds stop strings.
+
+    `last_failure` is the exception of the newest step that failed.
+    """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, outputs: Outputs):
         self.runner, self.scheduler, self.outputs = runner, scheduler, outputs
         self.metrics = Metrics(num_pages=runner.memory.num_pages - 1)
         self._pending: Pending | None = None
         self._failures = 0
+        self.last_failure: Exception | None = None
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError, and nothing queued, if its id is in use or it can never run."""
+        """Queue a request; ValueError, and nothing queued, if its id is in use, it can never run or names unknown tokens."""
+        check_request(request, self.runner.model.vocab_size)
         self.outputs.add(request)
         try:
             for seq in request.sequences:
@@ -60,17 +66,18 @@ class Engine:
         """Plan and enqueue one step, commit the one before; returns the sequences that got a token or ended."""
         start = time.perf_counter()
         plan = self.scheduler.plan()
+        if plan.empty and self._pending is None:
+            return self._idle()
         planned = time.perf_counter()
         try:
             result = None if plan.empty else self.runner.dispatch(plan)
             dispatched = time.perf_counter()
             pending, self._pending = self._pending, None if result is None else Pending(plan, result)
             fetched = pending.result.fetch() if pending else None
+            waited = time.perf_counter()
+            changed = self._commit(pending.plan, fetched) if pending else []
         except Exception as error:
             return self._recover(error)
-        waited = time.perf_counter()
-        self._failures = 0
-        changed = self._commit(pending.plan, fetched) if pending else []
         changed += self.scheduler.take_ended()
         self.metrics.record(
             plan,
@@ -93,10 +100,18 @@ class Engine:
             return []
         pending, self._pending = self._pending, None
         try:
-            fetched = pending.result.fetch()
+            return self._commit(pending.plan, pending.result.fetch())
         except Exception as error:
             return self._recover(error)
-        return self._commit(pending.plan, fetched)
+
+    def _idle(self) -> list[Sequence]:
+        """A step without anything to do. Requests that are left would wait for ever: an error, not a loop."""
+        if self.scheduler.has_unfinished():
+            raise RuntimeError(
+                f"the scheduler is stuck with {self.scheduler.running()} and {self.scheduler.num_waiting} waiting; "
+                "abort these requests and report it"
+            )
+        return self.scheduler.take_ended()
 
     def _commit(self, plan: Plan, result: StepResult) -> list[Sequence]:
         tokens = []
@@ -114,17 +129,19 @@ class Engine:
             tokens += result.decode.tokens[: len(plan.decode)].tolist()
             logprobs += [TokenLogprobs.of_row(result.decode.logprobs, row) for row in range(len(plan.decode))]
         changed = self.scheduler.commit(plan, tokens, lambda seq, i, token: self.outputs.push(seq, token, logprobs[i]))
+        self._failures = 0
         now = time.perf_counter()
         for seq in changed:
+            elapsed = now - self.outputs[seq.request_id].queued_at
             if seq.stats.first_token_s is None:
-                seq.stats.first_token_s = now
-            seq.stats.finished_s = now
+                seq.stats.first_token_s = elapsed
+            seq.stats.finished_s = elapsed
         return changed
 
     def _recover(self, error: Exception) -> list[Sequence]:
         """After a failed step: new pools, uncompressed requests prefilled again, compressed ones ended with the error."""
         log.exception("a step failed; the cache is rebuilt")
-        self._pending = None
+        self._pending, self.last_failure = None, error
         self._failures += 1
         self.runner.reset()
         give_up = self._failures >= MAX_FAILURES

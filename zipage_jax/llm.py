@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -12,10 +14,15 @@ from tqdm.auto import tqdm
 
 import models
 from zipage_jax.build import build_engine, keep_compiled_programs, reserve_device_memory, resolve_dtype
-from zipage_jax.chat import render_chat
+from zipage_jax.chat import as_conversations, render_chat
 from zipage_jax.config import EngineConfig, from_options
+from zipage_jax.engine import Engine
+from zipage_jax.exclusive import exclusive
+from zipage_jax.logs import show_logs
+from zipage_jax.metrics import Metrics
 from zipage_jax.outputs import Request
-from zipage_jax.request import RequestOutput, SamplingParams, Sequence
+from zipage_jax.prompts import as_list, prompt_text, token_ids
+from zipage_jax.request import RequestOutput, RequestsFailed, SamplingParams, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +39,13 @@ class LLM:
         random_weights: draw weights on the device instead of loading them; the model then has no tokenizer.
         options: fields of `EngineConfig`; an unknown one is a TypeError.
 
-    Use it as a context manager, or call `close`, to hand the device memory back.
+    Use it as a context manager, or call `close`, to hand the device memory back. Threads may share it: a `generate` or
+    `chat` runs alone, another one waits for it; streams advance side by side. After Ctrl-C it can be used on.
     """
 
     def __init__(self, model: str = "smollm2", *, random_weights: bool = False, **options: Any):
         config: EngineConfig = from_options(EngineConfig, options)
+        show_logs()
         reserve_device_memory(config.gpu_memory_utilization)
         keep_compiled_programs()
         dtype = resolve_dtype(config.dtype)
@@ -45,8 +54,9 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.config
         self.stop_ids = tuple(loaded.config.eos_token_ids)
-        self.engine = build_engine(loaded, config)
+        self._engine: Engine | None = build_engine(loaded, config)
         self._ids = itertools.count()
+        self._lock = threading.RLock()
 
     def generate(
         self,
@@ -59,13 +69,15 @@ class LLM:
 
         Raises:
             ValueError: a prompt that is empty, too long or holds ids outside the vocabulary, naming which.
+            TypeError: something that is no prompt.
+            RequestsFailed: a step failed on the device and took requests with it that cannot be run again.
         """
-        requests = self.submit(prompts, sampling_params)
-        try:
+        with self._lock, self._queued(prompts, sampling_params) as requests:
             self._run(requests, use_tqdm)
-            return [request.output() for request in requests]
-        finally:
-            self.forget(requests)
+            outputs = [request.output() for request in requests]
+            if any(sample.error is not None for output in outputs for sample in output.outputs):
+                raise RequestsFailed(outputs) from self.engine.last_failure
+            return outputs
 
     def chat(
         self,
@@ -77,14 +89,13 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """`generate` on one conversation or a list of them, rendered with the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             {
                 "prompt_token_ids": render_chat(
                     self.get_tokenizer(), conversation, add_generation_prompt, chat_template_kwargs or {}
                 )
             }
-            for conversation in conversations
+            for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -93,15 +104,18 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield a request's output so far whenever it grew; the last one of each has `finished=True`.
 
-        Closing the generator aborts what is unfinished.
+        A sample that failed has finish_reason "error". Closing the generator aborts what is unfinished.
         """
-        requests = self.submit(prompts, sampling_params)
-        try:
-            while any(not request.finished for request in requests):
-                for request_id in {seq.request_id for seq in self.engine.step()}:
-                    yield self.engine.outputs[request_id].output()
-        finally:
-            self.forget(requests)
+        with self._queued(prompts, sampling_params) as requests:
+            shown = dict.fromkeys(requests, 0)
+            while shown:
+                with exclusive(self._lock):
+                    self.engine.step()
+                    grown = [request for request in shown if request.finished or request.num_outputs > shown[request]]
+                    outputs = [request.output() for request in grown]
+                    shown |= {request: request.num_outputs for request in grown}
+                    shown = {request: num for request, num in shown.items() if not request.finished}
+                yield from outputs
 
     def get_tokenizer(self):
         """The tokenizer (Hugging Face's interface); ValueError for a model that has none."""
@@ -110,14 +124,23 @@ class LLM:
         return self.tokenizer
 
     @property
-    def metrics(self):
+    def engine(self) -> Engine:
+        """What runs the requests; RuntimeError once the LLM is closed. Not for several threads."""
+        if self._engine is None:
+            raise RuntimeError(f"this LLM of {self.model_name!r} is closed; build a new one")
+        return self._engine
+
+    @property
+    def metrics(self) -> Metrics:
         """Totals and recent steps of the engine."""
         return self.engine.metrics
 
     def close(self) -> None:
-        """Hand the device memory back. The LLM cannot be used afterwards."""
-        self.engine.close()
-        self.engine = None
+        """Hand the device memory back. The LLM cannot be used afterwards; closing it again does nothing."""
+        with exclusive(self._lock):
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
 
     def __enter__(self) -> LLM:
         return self
@@ -126,21 +149,20 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"LLM({self.model_name!r}, {self.engine.runner.memory if self.engine else 'closed'})"
+        return f"LLM({self.model_name!r}, {self._engine.runner.memory if self._engine else 'closed'})"
 
     def submit(
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[Request]:
         """Queue prompts without running them; step `engine` to run, then `forget` them. All are checked, or none is queued."""
-        if self.engine is None:
-            raise ValueError("this LLM is closed; build a new one")
-        prompts = _as_list(prompts)
+        engine = self.engine
+        prompts = as_list(prompts)
         params = _as_params(sampling_params, len(prompts))
         requests = [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
         added = []
         try:
             for request in requests:
-                self.engine.add(request)
+                engine.add(request)
                 added.append(request)
         except ValueError as error:
             self.forget(added)
@@ -148,11 +170,11 @@ class LLM:
         return requests
 
     def _request(self, number: int, prompt: Prompt, params: SamplingParams) -> Request:
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
         try:
-            ids = self._token_ids(prompt)
-        except ValueError as error:
-            raise ValueError(f"prompt {number}: {error}") from None
+            ids = token_ids(prompt, self.get_tokenizer)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"prompt {number}: {error}") from None
         index = next(self._ids)
         request_id = str(index)
         seed = self.config.seed * 1_000_003 + index if params.seed is None else params.seed
@@ -167,29 +189,30 @@ class LLM:
             )
             for sample in range(params.n)
         ]
-        return Request(request_id, text, sequences, self.tokenizer)
+        return Request(request_id, prompt_text(prompt), sequences, self.tokenizer)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, dict):
-            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-            if unknown:
-                raise ValueError(f"unknown key(s) {unknown}; known: ['prompt', 'prompt_token_ids']")
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", "")
-        ids = self.get_tokenizer()(prompt)["input_ids"] if isinstance(prompt, str) else [int(i) for i in prompt]
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        vocab_size = self.model_config.vocab_size
-        outside = next((i for i in ids if not 0 <= i < vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"token id {outside} is outside the vocabulary of {vocab_size}")
-        return ids
+    @contextlib.contextmanager
+    def _queued(self, prompts, sampling_params) -> Iterator[list[Request]]:
+        """Requests for `prompts`, queued; forgotten at the end, whatever happens."""
+        requests: list[Request] = []
+        try:
+            with exclusive(self._lock):
+                requests += self.submit(prompts, sampling_params)
+            yield requests
+        finally:
+            with exclusive(self._lock):
+                self.forget(requests)
+
+    def _step(self) -> list[Sequence]:
+        with exclusive(self._lock):
+            return self.engine.step()
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         num_prompt_tokens = sum(len(request.sequences[0].prompt_ids) for request in requests)
         with tqdm(total=len(requests), desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            tokens, done = 0, 0
-            while any(not request.finished for request in requests[done:]):
-                tokens += len(self.engine.step())
+            tokens = finished = 0
+            while finished < len(requests):
+                tokens += len(self._step())
                 finished = sum(request.finished for request in requests)
                 if finished > bar.n or tokens % 64 == 0:
                     elapsed = max(bar.format_dict["elapsed"], 1e-9)
@@ -198,24 +221,23 @@ class LLM:
 
     def forget(self, requests: list[Request]) -> None:
         """Let go of submitted requests; what is unfinished (an interrupted call) is aborted and its pages are freed."""
+        if self._engine is None:
+            return
         for request in requests:
             if not request.finished:
-                self.engine.abort(request.request_id)
-        self.engine.drain()
+                self._engine.abort(request.request_id)
+        self._engine.drain()
         for request in requests:
-            self.engine.outputs.remove(request.request_id)
+            self._engine.outputs.remove(request.request_id)
 
 
-def _as_list(prompts) -> list[Prompt]:
-    single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if single else list(prompts)
-
-
-def _as_params(params, num: int) -> list[SamplingParams]:
+def _as_params(params: Any, num: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num
+    if not isinstance(params, Seq) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"sampling_params={params!r} must be a SamplingParams, or a list of them, one for each prompt")
     if len(params) != num:
         raise ValueError(f"{len(params)} sampling_params for {num} prompts; give one, or one each")
     return list(params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +60,8 @@ class SampleOutput:
             self.cumulative_logprob += logprobs.chosen
         if self._detokenizer is None:
             return None
-        text, matched = self._matcher.push(self._detokenizer.push(token))
+        may_stop = len(self.seq.all_ids) >= self.seq.min_len
+        text, matched = self._matcher.push(self._detokenizer.push(token), may_stop)
         self.text += text
         return matched
 
@@ -73,9 +76,9 @@ class SampleOutput:
             token_ids=list(seq.output_ids),
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
-            logprobs=self.logprobs,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
             cumulative_logprob=self.cumulative_logprob if self.logprobs is not None else None,
-            stats=seq.stats,
+            stats=dataclasses.replace(seq.stats),
             error=seq.error,
         )
 
@@ -126,12 +129,18 @@ class Request:
         self.sequences = sequences
         self.samples = [SampleOutput(seq, tokenizer) for seq in sequences]
         self.params = sequences[0].params
+        self.queued_at = time.perf_counter()
         # The first token has no log probability: nothing comes before it.
         self._prompt_logprobs: dict[int, dict[int, Logprob] | None] = {0: None}
 
     @property
     def finished(self) -> bool:
         return all(seq.finished for seq in self.sequences)
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens generated so far, by all samples."""
+        return sum(len(seq.all_ids) - seq.num_prompt for seq in self.sequences)
 
     def push_prompt(self, start: int, length: int, first: int, logprobs: Any) -> None:
         num, ids = self.params.prompt_logprobs, self.sequences[0].prompt_ids

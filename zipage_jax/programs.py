@@ -65,6 +65,7 @@ class Programs:
         key = program.key(args)
         compiled = self._compiled.get(key)
         if compiled is None:
+            log.info("compiling %s at its first use with these shapes and options", program.function.__name__)
             compiled = self._compile(key, program, args)
         return compiled(*args)
 

@@ -2,10 +2,11 @@
 
 import enum
 import functools
-import math
-from collections.abc import Iterable
+import numbers
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class SamplingParams:
     `temperature=0` is the exact argmax. `seed` fixes what is drawn: the key of a token is fold_in(seed, position), so
     neighbours, rows and buckets do not change it; None takes a seed from the engine's. `kv_budget` is this request's own
     budget: None takes the engine's, an int counts entries (rounded up to pages), a float in (0, 1) is a share of
-    prompt + max_tokens, `"full"` never compresses.
+    prompt + max_tokens, `"full"` never compresses. Keys of `logit_bias` may be texts, as they are in JSON.
     """
 
     n: int = 1
@@ -51,12 +52,11 @@ class SamplingParams:
 
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            check(number, name, "a finite number")
-        check(is_int("n") and self.n >= 1, "n", "an integer of at least 1")
+            check(_is_float32(value), name, "a finite number")
+        check(is_int("n") and 1 <= self.n <= MAX_SAMPLES, "n", f"an integer in [1, {MAX_SAMPLES}]")
         check(self.temperature >= 0, "temperature", "at least 0 (0 is greedy)")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        check(is_int("top_k") and self.top_k >= -1, "top_k", "a positive integer, or 0 or -1 for all tokens")
+        check(is_int("top_k") and -1 <= self.top_k < 2**31, "top_k", "in [1, 2**31), or 0 or -1 for all tokens")
         check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
@@ -70,8 +70,22 @@ class SamplingParams:
                 value is None or (is_int(name) and 0 <= value <= MAX_LOGPROBS), name, f"None or in [0, {MAX_LOGPROBS}]"
             )
         if self.stop is not None and not isinstance(self.stop, str):
-            check(all(isinstance(s, str) for s in self.stop), "stop", "a string or a list of strings")
+            texts = isinstance(self.stop, Collection) and all(isinstance(s, str) for s in self.stop)
+            check(texts, "stop", "a string or a list of strings")
         check("" not in self.stop_strings, "stop", "made of non-empty strings")
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None:
+                listed = isinstance(ids, Collection) and all(map(_is_token_id, ids))
+                check(listed, name, "a list of token ids (integers from 0 on)")
+                object.__setattr__(self, name, list(map(int, ids)))
+        check(self.allowed_token_ids != [], "allowed_token_ids", "None (all tokens) or a list of at least one")
+        if self.logit_bias is not None:
+            check(isinstance(self.logit_bias, Mapping), "logit_bias", "a dict of token ids and biases")
+            by_id = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in self.logit_bias.items()}
+            check(all(map(_is_token_id, by_id)), "logit_bias", "a dict with token ids (integers from 0 on) as keys")
+            check(all(map(_is_float32, by_id.values())), "logit_bias", "a dict with finite numbers as values")
+            object.__setattr__(self, "logit_bias", by_id)
         budget = self.kv_budget
         if isinstance(budget, str):
             check(budget == "full", "kv_budget", 'None, "full", a number of entries or a share in (0, 1]')
@@ -88,6 +102,17 @@ class SamplingParams:
 
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 16384
+LARGEST_FLOAT32 = 3.4e38
+
+
+def _is_float32(value: Any) -> bool:
+    """Whether the device, which calculates in float32, can hold `value`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_FLOAT32
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,10 @@ class Logprob:
 
 @dataclass
 class RequestStats:
-    """What happened to a sample's cache. Entries are per layer and kv head."""
+    """What happened to a sample's cache, and when. Entries are per layer and kv head.
+
+    `first_token_s` and `finished_s` are seconds from when the request was queued until its first and its latest token.
+    """
 
     num_compressions: int = 0
     entries_evicted: int = 0
@@ -139,6 +167,19 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class RequestsFailed(RuntimeError):
+    """Requests ended with an error; the step's own exception is the cause.
+
+    `outputs` are those of the whole call: the others are complete, and a failed sample has what it generated before.
+    """
+
+    def __init__(self, outputs: list[RequestOutput]):
+        self.outputs = outputs
+        samples = [sample for output in outputs for sample in output.outputs]
+        errors = [sample.error for sample in samples if sample.error is not None]
+        super().__init__(f"{len(errors)} of {len(samples)} samples failed: {errors[0]}; `outputs` has the others")
 
 
 class Status(enum.Enum):

@@ -128,6 +128,10 @@ def read_prompts(arguments: Arguments) -> list[dict]:
         for number, line in enumerate(arguments.prompts.read_text().splitlines(), start=1):
             if line.strip():
                 records.append(_parse_line(line, f"{arguments.prompts}:{number}"))
+        if not records:
+            raise ValueError(
+                f"{arguments.prompts} has no prompts; write one JSON object a line, or leave --prompts out"
+            )
     return records or [{"prompt": text} for text in DEMO_PROMPTS]
 
 

@@ -65,6 +65,8 @@ class Runner:
         self.cache = None  # free the old pool before the new one is made
         self.cache = new_cache(self.model, self.config, self.memory, self.params.embedding.dtype)
         self.seats = new_seats(self.config.max_num_seqs)
+        # Seats whose arrays are those of a request that needed them: the next one in such a seat gets its own.
+        self._filled: set[int] = set()
 
     def close(self) -> None:
         """Free the cache, the seats, the parameters and the executables."""
@@ -143,8 +145,10 @@ class Runner:
     def _prefill(self, chunks: list[PrefillChunk]) -> StepOutput:
         sequences = [chunk.seq for chunk in chunks]
         for chunk in chunks:
-            if chunk.samples and needs_seat_arrays(chunk.seq.params):
+            needed = needs_seat_arrays(chunk.seq.params)
+            if chunk.samples and (needed or chunk.seq.seat in self._filled):
                 self._fill_seat(chunk.seq)
+                (self._filled.add if needed else self._filled.discard)(chunk.seq.seat)
         batch = self._prefill_arrays(
             chunks,
             bucket(sum(chunk.length for chunk in chunks), self.buckets.prefill_tokens),

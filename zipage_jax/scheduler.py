@@ -177,10 +177,10 @@ class Scheduler:
         """After a step that lost the cache: prefill again, or end with an error who cannot be. Returns who ended.
 
         Uncommitted plans must not be committed any more. Compressed sequences cannot be prefilled again; `end_all` gives up
-        the others too, the waiting ones included.
+        the others that ran, too. Those that only waited have no part in the failure.
         """
         lost = sorted([*self.running(), *self.draining], key=lambda seq: seq.order)
-        ended = [*lost, *self.waiting] if end_all else [seq for seq in lost if seq.compressed]
+        ended = lost if end_all else [seq for seq in lost if seq.compressed]
         self.pool.reset()
         self.compressor.clear()
         self.draining.clear()

@@ -59,7 +59,7 @@ def seat_bias(seq: Sequence, num_outputs: int, vocab_size: int) -> np.ndarray:
         bias[:] = -np.inf
         bias[list(params.allowed_token_ids)] = 0.0
     for token, value in (params.logit_bias or {}).items():
-        bias[int(token)] += value
+        bias[token] += value
     if num_outputs < params.min_tokens:
         bias[list(seq.stop_ids)] = -np.inf
     return bias

@@ -44,13 +44,17 @@ class StopMatcher:
         self._held = ""
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text to show, stop string that it completed or None). After a stop nothing is shown any more."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """(text to show, stop string that it completed or None). After a stop nothing is shown any more.
+
+        What is completed while it may not stop is text like any other.
+        """
         if self._stopped:
             return "", None
-        text = self._held + text
-        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
+        held, text = len(self._held), self._held + text
+        found = ((text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stops)
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if ends and may_stop:
             end, start, stop = min(ends)
             self._held, self._stopped = "", True
             return text[: end if self._include else start], stop
