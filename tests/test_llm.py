@@ -173,7 +173,7 @@ def test_as_many_sampling_params_as_prompts(llm):
 
 @pytest.mark.parametrize("messages", ["Say hi", {"role": "user", "content": "hi"}, ["hi"], [[], "hi"], None, 5])
 def test_messages_of_another_kind(llm, messages):
-    with pytest.raises(TypeError, match="messages=.* must be a list of {'role'"):
+    with pytest.raises(TypeError, match=r"messages=.* must be a list of {'role'"):
         llm.chat(messages, use_tqdm=False)
 
 
@@ -351,7 +351,7 @@ def test_a_text_that_cannot_be_made_fails_its_requests_alone(llm, monkeypatch):
 
 def test_a_stuck_scheduler_is_an_error_not_a_loop(llm, monkeypatch):
     monkeypatch.setattr(Scheduler, "plan", lambda self: Plan())
-    with pytest.raises(RuntimeError, match="stuck with .* and 6 waiting"):
+    with pytest.raises(RuntimeError, match=r"stuck with .* and 6 waiting"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     monkeypatch.undo()
     check_usable(llm)
