@@ -255,6 +255,15 @@ def test_a_dropped_stream_leaves_nothing(llm):
         check_usable(llm)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of SIGINT: a shell's background jobs start with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("call", [1, 3])
 @pytest.mark.parametrize(
     ("where", "name"),
