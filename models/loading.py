@@ -32,6 +32,7 @@ def load(source: str | Path, dtype: Any = "bfloat16", *, shardings: Params | Non
     Raises:
         FileNotFoundError: there is nothing of that name, or a file of the checkpoint is missing.
         ValueError: something is there, but not a model that we can run; the message names what is wrong.
+        TypeError: `source` is neither a text nor a path.
     """
     # The loaders' own dependencies (gguf, transformers, orbax) take seconds to import: only the one needed is.
     path = _locate(source)
@@ -73,8 +74,10 @@ def _locate(source: str | Path) -> Path:
         from models.gguf_file import default_model_path
 
         return default_model_path()
+    if not isinstance(source, str | Path):
+        raise TypeError(f"a model source is a text or a path, not {source!r}")
     path = Path(source).expanduser()
-    if path.exists():
+    if source != "" and path.exists():
         return path
     if isinstance(source, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         from models.hf import download

@@ -185,6 +185,12 @@ def test_what_is_no_model_is_refused(tmp_path):
         models.load(tmp_path)
 
 
+@pytest.mark.parametrize(("source", "error"), [("", FileNotFoundError), (None, TypeError), (5, TypeError)])
+def test_what_names_no_model_is_refused(source, error):
+    with pytest.raises(error, match=f"model.* {source!r}"):
+        models.load(source)
+
+
 def test_hub_ids_go_through_the_cache(tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

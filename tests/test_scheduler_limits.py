@@ -52,6 +52,14 @@ def test_an_engine_that_can_run_nothing_is_refused(options, match):
         build(**options)
 
 
+def test_without_max_tokens_a_request_goes_on_until_max_model_len():
+    scheduler = build(model_len=40)
+    full, share = (request(scheduler, [n] * 10, max_tokens=None, kv_budget=b) for n, b in enumerate(("full", 0.25)))
+    assert share.budget_pages == 3
+    drain(scheduler)
+    assert [(seq.finish_reason, len(seq.all_ids)) for seq in (full, share)] == [("length", 40)] * 2
+
+
 def test_a_request_that_outgrows_the_pool_ends_with_length():
     scheduler = build(budget=None, pages=5)
     seq, other = request(scheduler, 6, max_tokens=400), request(scheduler, [9] * 3, max_tokens=9)

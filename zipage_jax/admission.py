@@ -24,7 +24,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def budget_in_pages(seq: Sequence, config: EngineConfig) -> int | None:
-    """Pages that `seq` keeps in a compression, None for full KV; ValueError for a budget that cannot work."""
+    """Pages that `seq`, at most `max_len` long, keeps in a compression, None for full KV; ValueError if none can work."""
     compression, budget = config.compression, seq.params.kv_budget
     if budget == "full" or (compression is None and budget is None):
         return None
@@ -34,7 +34,7 @@ def budget_in_pages(seq: Sequence, config: EngineConfig) -> int | None:
         return compression.budget_pages
     entries = budget
     if isinstance(budget, float):
-        entries = int(budget * (seq.num_prompt + seq.params.max_tokens))
+        entries = int(budget * seq.max_len)
     least = compression.window + compression.sink_len
     if entries <= least:
         raise ValueError(
@@ -76,8 +76,9 @@ class Limits:
                 f"the prompt has {seq.num_prompt} tokens, max_model_len={self.max_model_len} leaves no room for an output; "
                 "shorten it or raise max_model_len"
             )
+        most = seq.params.max_tokens
+        seq.max_len = self.max_model_len if most is None else min(seq.num_prompt + most, self.max_model_len)
         seq.budget_pages = budget = budget_in_pages(seq, self.config)
-        seq.max_len = min(seq.num_prompt + seq.params.max_tokens, self.max_model_len)
         seq.compress_len = 0 if budget is None else self.next_compress_len(seq)
         compresses = budget is not None and seq.max_len - 1 > seq.compress_len
         if compresses and budget + 1 > usable:

@@ -106,10 +106,8 @@ def available_bytes(
     """Bytes for pages and query slots, or None if only `num_pages` limits them."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
-    if config.num_pages is not None:
-        return None
     if free is None:
-        return CPU_CACHE_BYTES
+        return CPU_CACHE_BYTES if config.num_pages is None else None
     return free - activation_bytes(model, buckets, itemsize) - workspace_bytes(model, config, buckets, itemsize)
 
 

@@ -14,9 +14,10 @@ class SamplingParams:
     """How the tokens of a request are drawn and when it stops; names and defaults follow vLLM.
 
     `temperature=0` is the exact argmax. `seed` fixes what is drawn: the key of a token is fold_in(seed, position), so
-    neighbours, rows and buckets do not change it; None takes a seed from the engine's. `kv_budget` is this request's own
-    budget: None takes the engine's, an int counts entries (rounded up to pages), a float in (0, 1) is a share of
-    prompt + max_tokens, `"full"` never compresses. Keys of `logit_bias` may be texts, as they are in JSON.
+    neighbours, rows and buckets do not change it; None takes a seed from the engine's. `max_tokens=None` goes on until
+    max_model_len. `kv_budget` is this request's own budget: None takes the engine's, an int counts entries (rounded up to
+    pages), a float in (0, 1] is a share of prompt + max_tokens (at most max_model_len), `"full"` never compresses. Keys of
+    `logit_bias` may be texts, as they are in JSON.
     """
 
     n: int = 1
@@ -30,7 +31,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Seq[int] | None = None
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Seq[str] | None = None
     stop_token_ids: Seq[int] | None = None
@@ -61,8 +62,10 @@ class SamplingParams:
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         check(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
-        check(is_int("max_tokens") and self.max_tokens >= 1, "max_tokens", "an integer of at least 1")
-        check(is_int("min_tokens") and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
+        most = self.max_tokens
+        check(most is None or (is_int("max_tokens") and most >= 1), "max_tokens", "None or an integer of at least 1")
+        fits = is_int("min_tokens") and self.min_tokens >= 0 and (most is None or self.min_tokens <= most)
+        check(fits, "min_tokens", "an integer in [0, max_tokens]")
         check(self.seed is None or is_int("seed"), "seed", "an integer or None")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -268,14 +271,14 @@ class Sequence:
         self.num_prompt = self.num_tokens = len(self.all_ids)
         self.stop_ids = _stop_ids(tuple(params.stop_token_ids or ()), () if params.ignore_eos else tuple(eos_ids))
         self.min_len = self.num_prompt + params.min_tokens
-        self.max_len = self.num_prompt + params.max_tokens
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.stats = RequestStats()
-        # Set when it is added: pages kept by a compression (None: full KV), whether it is to have a query slot, the pages that
-        # a slot holder sets aside, and the entries at which it compresses next.
+        # Set when it is added: tokens at which it ends, pages kept by a compression (None: full KV), whether it is to have a
+        # query slot, the pages that a slot holder sets aside, and the entries at which it compresses next.
+        self.max_len = 0
         self.budget_pages: int | None = None
         self.wants_slot = False
         self.slot_pages = 0

@@ -61,7 +61,7 @@ class Arguments:
     window: int = 16
     sink_len: int = 0
     layer_stride: int = 8
-    max_tokens: int = 256
+    max_tokens: int | None = 256
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
