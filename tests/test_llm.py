@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pickle
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from tests.reference import tiny_models
 from tests.test_text import byte_level
-from zipage_jax import LLM, RequestsFailed, SamplingParams
+from zipage_jax import LLM, CompressionConfig, RequestsFailed, SamplingParams
 from zipage_jax.outputs import SampleOutput
 from zipage_jax.plan import Plan
 from zipage_jax.runner import Runner, StepResult
@@ -117,6 +118,10 @@ def test_prompts_in_any_container(llm):
         ("logit_bias", {1.5: 1.0}),
         ("logit_bias", {True: 1.0}),
         ("logit_bias", {3: 1e39}),
+        ("logit_bias", {3: 1.0, "3": 2.0}),
+        ("ignore_eos", "no"),
+        ("skip_special_tokens", None),
+        ("include_stop_str_in_output", 1),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [-1]),
         ("stop_token_ids", [-3]),
@@ -190,12 +195,26 @@ def test_compression_of_another_kind(compression):
         ("seed", "1"),
         ("gpu_memory_utilization", "half"),
         ("gpu_memory_utilization", 2),
+        ("gpu_memory_utilization", True),
         ("num_pages", 0),
+        ("enable_prefix_caching", "no"),
+        ("async_compression", None),
+        ("batch_invariant", 1),
+        ("dtype", ["bfloat16"]),
     ],
 )
 def test_bad_options_are_named(name, value):
-    with pytest.raises(ValueError, match=f"^{name}={value!r} must be"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r}')} must be"):
         LLM("smollm2", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("budget_pages", True), ("window", 0), ("policy", []), ("policy", None), ("record_evictions", "no")],
+)
+def test_bad_compression_options_are_named(name, value):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r}')} must be"):
+        CompressionConfig(**{"budget_pages": 4, name: value})
 
 
 def test_stop_strings_need_a_tokenizer(llm, monkeypatch):

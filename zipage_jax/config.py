@@ -42,6 +42,8 @@ class CompressionConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+        for name in ("compress_during_prefill", "record_evictions"):
+            _check_flag(name, getattr(self, name))
         object.__setattr__(self, "policy", resolve_policy(self.policy))
 
     @property
@@ -107,8 +109,10 @@ class EngineConfig:
         for name in ("num_pages", "kv_cache_bytes", "max_model_len", "num_query_slots"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        for name in ("enable_prefix_caching", "async_compression", "batch_invariant"):
+            _check_flag(name, getattr(self, name))
         share = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
             raise ValueError(f"gpu_memory_utilization={share!r} must be a number in (0, 1]")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed={self.seed!r} must be an integer")
@@ -144,6 +148,11 @@ def _check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
 
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {list(choices)}")

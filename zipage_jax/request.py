@@ -54,6 +54,8 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             value = getattr(self, name)
             check(_is_float32(value), name, "a finite number")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            check(isinstance(getattr(self, name), bool), name, "True or False")
         check(is_int("n") and 1 <= self.n <= MAX_SAMPLES, "n", f"an integer in [1, {MAX_SAMPLES}]")
         check(self.temperature >= 0, "temperature", "at least 0 (0 is greedy)")
         check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
@@ -88,6 +90,7 @@ class SamplingParams:
             by_id = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in self.logit_bias.items()}
             check(all(map(_is_token_id, by_id)), "logit_bias", "a dict with token ids (integers from 0 on) as keys")
             check(all(map(_is_float32, by_id.values())), "logit_bias", "a dict with finite numbers as values")
+            check(len(by_id) == len(self.logit_bias), "logit_bias", "a dict with every token id once")
             object.__setattr__(self, "logit_bias", by_id)
         budget = self.kv_budget
         if isinstance(budget, str):

@@ -61,6 +61,8 @@ def resolve_policy(policy: str | ScoringPolicy) -> ScoringPolicy:
     """The preset of that name, or `policy` itself if it is one. ValueError lists the known names."""
     if isinstance(policy, ScoringPolicy):
         return policy
+    if not isinstance(policy, str):
+        raise ValueError(f"policy={policy!r} must be a preset's name, one of {sorted(PRESETS)}, or a ScoringPolicy")
     if policy in PRESETS:
         return PRESETS[policy]
     if policy in REFUSED:
