@@ -60,6 +60,12 @@ def test_without_max_tokens_a_request_goes_on_until_max_model_len():
     assert [(seq.finish_reason, len(seq.all_ids)) for seq in (full, share)] == [("length", 40)] * 2
 
 
+def test_a_share_is_of_what_was_asked_for():
+    """Also where max_model_len ends the request before."""
+    scheduler = build(model_len=40)
+    assert request(scheduler, 10, max_tokens=54, kv_budget=0.25).budget_pages == 4
+
+
 def test_a_request_that_outgrows_the_pool_ends_with_length():
     scheduler = build(budget=None, pages=5)
     seq, other = request(scheduler, 6, max_tokens=400), request(scheduler, [9] * 3, max_tokens=9)

@@ -23,8 +23,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def budget_in_pages(seq: Sequence, config: EngineConfig) -> int | None:
-    """Pages that `seq`, at most `max_len` long, keeps in a compression, None for full KV; ValueError if none can work."""
+def budget_in_pages(seq: Sequence, asked_len: int, config: EngineConfig) -> int | None:
+    """Pages that `seq` keeps in a compression, None for full KV; ValueError for a budget that cannot work.
+
+    `asked_len`: the tokens, prompt and output, of which its budget may be a share.
+    """
     compression, budget = config.compression, seq.params.kv_budget
     if budget == "full" or (compression is None and budget is None):
         return None
@@ -34,7 +37,7 @@ def budget_in_pages(seq: Sequence, config: EngineConfig) -> int | None:
         return compression.budget_pages
     entries = budget
     if isinstance(budget, float):
-        entries = int(budget * seq.max_len)
+        entries = int(budget * asked_len)
     least = compression.window + compression.sink_len
     if entries <= least:
         raise ValueError(
@@ -77,8 +80,9 @@ class Limits:
                 "shorten it or raise max_model_len"
             )
         most = seq.params.max_tokens
-        seq.max_len = self.max_model_len if most is None else min(seq.num_prompt + most, self.max_model_len)
-        seq.budget_pages = budget = budget_in_pages(seq, self.config)
+        asked_len = self.max_model_len if most is None else seq.num_prompt + most
+        seq.budget_pages = budget = budget_in_pages(seq, asked_len, self.config)
+        seq.max_len = min(asked_len, self.max_model_len)
         seq.compress_len = 0 if budget is None else self.next_compress_len(seq)
         compresses = budget is not None and seq.max_len - 1 > seq.compress_len
         if compresses and budget + 1 > usable:

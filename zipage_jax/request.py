@@ -16,7 +16,7 @@ class SamplingParams:
     `temperature=0` is the exact argmax. `seed` fixes what is drawn: the key of a token is fold_in(seed, position), so
     neighbours, rows and buckets do not change it; None takes a seed from the engine's. `max_tokens=None` goes on until
     max_model_len. `kv_budget` is this request's own budget: None takes the engine's, an int counts entries (rounded up to
-    pages), a float in (0, 1] is a share of prompt + max_tokens (at most max_model_len), `"full"` never compresses. Keys of
+    pages), a float in (0, 1] is a share of prompt + max_tokens (or of max_model_len), `"full"` never compresses. Keys of
     `logit_bias` may be texts, as they are in JSON.
     """
 
