@@ -32,6 +32,12 @@ def test_rendering(tokenizer):
     assert tokenizer.decode(render_chat(tokenizer, messages, False)) == "<|im_start|>user\nHi ü<|im_end|>"
 
 
+def test_parts_of_a_content_are_one_text(tokenizer):
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+    whole = render_chat(tokenizer, [{"role": "user", "content": "Hi\nthere"}])
+    assert render_chat(tokenizer, [{"role": "user", "content": parts}]) == whole
+
+
 def test_template_variables(tokenizer):
     messages = [{"role": "user", "content": "Hi"}]
     with_thoughts = render_chat(tokenizer, messages, True, {"enable_thinking": True})
@@ -50,6 +56,12 @@ def test_template_variables(tokenizer):
         (["hello"], {}, "message 0 is 'hello'; write"),
         ([{"content": "Hi"}], {}, "message 0"),
         ([{"role": "robot", "content": "Hi"}], {}, "refuses these messages: no robots"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            {},
+            "message 0 has the part .*image",
+        ),
+        ([{"role": "user", "content": ["Hi"]}], {}, "message 0 has the part 'Hi'"),
         ([{"role": "user", "content": "Hi"}], {"enable_thinkng": False}, "no variable 'enable_thinkng'"),
         ([{"role": "user", "content": "Hi"}], {"tokenize": False}, "sets itself"),
     ],

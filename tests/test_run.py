@@ -36,5 +36,23 @@ def test_the_exit_status_tells_of_failed_requests(directory, tmp_path, monkeypat
         monkeypatch.setattr(SampleOutput, "push", lambda *_: 1 / 0)
     path = tmp_path / "outputs.jsonl"
     assert main(["-m", str(directory), "-p", "a", "-p", "b", "--output", str(path), *OPTIONS]) == int(fails)
-    reasons = [json.loads(line)["outputs"][0]["finish_reason"] for line in path.read_text().splitlines()]
-    assert reasons == ["error" if fails else "length"] * 2
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["outputs"][0]["finish_reason"] for record in records] == ["error" if fails else "length"] * 2
+    assert [record["prompt"] for record in records] == ["a", "b"]
+
+
+def test_an_output_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path, capsys):
+    assert main(["-p", "a", "--output", str(tmp_path / "none" / "outputs.jsonl")]) == 2
+    assert "there is no folder" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_compression_has_one_set_of_flags(capsys):
+    with pytest.raises(SystemExit):
+        main(["-p", "a", "engine:compression-config", "--budget-pages", "2"])
+    assert "engine:compression-config" in capsys.readouterr().err
+
+
+def test_pages_of_full_kv_are_those_that_it_holds(directory, capsys):  # noqa: F811
+    """A page border at the last token: it is never cached."""
+    assert main(["-m", str(directory), "-p", "abcd", "--raw", *OPTIONS]) == 0
+    assert "peak pages 2 (full KV: 2), 4 entries each" in " ".join(capsys.readouterr().out.split())

@@ -29,6 +29,8 @@ def render_chat(
 ) -> list[int]:
     """Token ids of a conversation: `[{"role": "user", "content": "…"}, …]`.
 
+    A content may also be a list of parts, `[{"type": "text", "text": "…"}, …]`; a line break joins them.
+
     Args:
         add_generation_prompt: end with the header of the assistant's next message.
         template_kwargs: variables of the template (`enable_thinking=False` for Qwen3), or options of `apply_chat_template`.
@@ -48,13 +50,28 @@ def render_chat(
         raise ValueError("the conversation is empty; give at least one message")
     kwargs = template_kwargs or {}
     _check_kwargs(tokenizer, kwargs)
+    messages = [_with_text(number, message) for number, message in enumerate(messages)]
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with its parts as one text: most templates can only add texts."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"message {number} has the part {part!r}; only {{'type': 'text', 'text': '…'}} can be read"
+            )
+    return message | {"content": "\n".join(texts)}
 
 
 def _check_kwargs(tokenizer: Any, kwargs: dict[str, Any]) -> None:

@@ -4,8 +4,10 @@ They are passed explicitly and read by name; an unknown keyword is a TypeError t
 """
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from zipage_jax.scoring import ScoringPolicy, resolve_policy
 
@@ -101,7 +103,7 @@ class EngineConfig:
     async_compression: bool = True
     batch_invariant: bool = False
     seed: int = 0
-    compression: CompressionConfig | None = field(default=None)
+    compression: Annotated[CompressionConfig | None, tyro.conf.Suppress] = None  # command lines have flags of their own
 
     def __post_init__(self):
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens"):

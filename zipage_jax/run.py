@@ -101,6 +101,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = arguments.engine_config()
         prompts = read_prompts(arguments)
+        if arguments.output is not None and not arguments.output.parent.is_dir():
+            raise ValueError(
+                f"--output {arguments.output}: there is no folder {arguments.output.parent}; make it first"
+            )
         params = arguments.sampling_params()
         options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         with LLM(arguments.model, random_weights=arguments.random_weights, **options) as llm:
@@ -111,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             outputs = generate(llm, prompts, params, raw=arguments.raw)
             seconds = time.perf_counter() - start
             if arguments.output is not None:
-                write_outputs(arguments.output, outputs)
+                write_outputs(arguments.output, prompts, outputs)
             show(console, prompts, outputs, seconds, config)
             return int(any(sample.error is not None for output in outputs for sample in output.outputs))
     except (ValueError, TypeError, OSError) as error:
@@ -182,13 +186,16 @@ def chat_loop(llm: LLM, params: SamplingParams, console: Console) -> None:
         messages.append({"role": "assistant", "content": shown})
 
 
-def write_outputs(path: Path, outputs: list[RequestOutput]) -> None:
-    """One JSON object a request, written beside `path` and moved over it, so that a full disk leaves no half file."""
+def write_outputs(path: Path, prompts: list[dict], outputs: list[RequestOutput]) -> None:
+    """One JSON object a request, the prompt as it was given among its keys.
+
+    Written beside `path` and moved over it, so that a full disk leaves no half file.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("w") as file:
-            for output in outputs:
-                file.write(json.dumps(dataclasses.asdict(output)) + "\n")
+            for prompt, output in zip(prompts, outputs, strict=True):
+                file.write(json.dumps(dataclasses.asdict(output) | prompt) + "\n")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -210,7 +217,8 @@ def show(
     samples = [sample for output in outputs for sample in output.outputs]
     tokens = sum(len(sample.token_ids) for sample in samples)
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    full_pages = sum(-(-sample.stats.length // config.page_size) for sample in samples)
+    # The last token drawn is never cached.
+    full_pages = sum(-(-(sample.stats.length - 1) // config.page_size) for sample in samples)
     table = Table(show_header=False, box=None)
     for name, value in (
         ("requests", f"{len(outputs)}"),
@@ -220,7 +228,7 @@ def show(
         ("entries evicted", f"{sum(s.stats.entries_evicted for s in samples)} per layer and kv head"),
         (
             "peak pages",
-            f"{sum(s.stats.peak_pages for s in samples)} of {config.page_size} entries; full KV: {full_pages}",
+            f"{sum(s.stats.peak_pages for s in samples)} (full KV: {full_pages}), {config.page_size} entries each",
         ),
     ):
         table.add_row(name, value)
