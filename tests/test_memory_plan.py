@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests.engines import tiny
+from zipage_jax.buckets import choose_buckets
+from zipage_jax.build import plan_for_device
+from zipage_jax.config import EngineConfig
 from zipage_jax.memory_plan import page_bytes, plan_memory, slot_bytes
 
 QWEN3_8B = {"num_layers": 36, "head_dim": 128, "itemsize": 2}
@@ -51,6 +55,18 @@ def test_given_numbers_are_taken_or_refused():
     assert (plan.num_pages, plan.num_slots, plan.total_bytes) == (19, 2, 1_930)
     with pytest.raises(ValueError, match=r"13 pages .* lower num_pages or num_query_slots"):
         plan_memory(1_000, num_pages=13, **options)
+
+
+def test_more_pages_than_the_device_holds_are_refused():
+    model = tiny("llama")[0].config
+
+    def plan(num_pages, free):
+        config = EngineConfig(page_size=4, num_pages=num_pages, max_num_seqs=2, max_num_batched_tokens=8)
+        return plan_for_device(model, config, choose_buckets(config, max_model_len=64, gather=False), 4, free)
+
+    assert plan(64, 10**8).num_pages == plan(64, None).num_pages == 64
+    with pytest.raises(ValueError, match=r"1000000 pages .* GiB at hand; lower num_pages"):
+        plan(10**6, 10**8)
 
 
 @pytest.mark.parametrize("avail", [0, -5, 399])

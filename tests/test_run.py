@@ -41,9 +41,10 @@ def test_the_exit_status_tells_of_failed_requests(directory, tmp_path, monkeypat
     assert [record["prompt"] for record in records] == ["a", "b"]
 
 
-def test_an_output_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path, capsys):
-    assert main(["-p", "a", "--output", str(tmp_path / "none" / "outputs.jsonl")]) == 2
-    assert "there is no folder" in capsys.readouterr().err.replace("\n", " ")
+@pytest.mark.parametrize("path", ["none/outputs.jsonl", "."])
+def test_an_output_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path, capsys, path):
+    assert main(["-p", "a", "--output", str(tmp_path / path)]) == 2
+    assert "must be a file in a folder that exists" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_compression_has_one_set_of_flags(capsys):

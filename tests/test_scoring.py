@@ -224,6 +224,15 @@ def test_bad_parameters_name_value_limit_and_fix(build, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_a_policy_without_scores_cannot_be_built():
+    @dataclasses.dataclass(frozen=True)
+    class Forgot(ScoringPolicy):
+        pass
+
+    with pytest.raises(TypeError, match=r"Forgot.*score"):
+        Forgot()
+
+
 def test_policies_are_values():
     for name, policy in PRESETS.items():
         assert resolve_policy(name) is policy and resolve_policy(policy) is policy

@@ -65,13 +65,12 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    for part, text in zip(content, texts, strict=True):
-        if not isinstance(text, str):
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"message {number} has the part {part!r}; only {{'type': 'text', 'text': '…'}} can be read"
             )
-    return message | {"content": "\n".join(texts)}
+    return message | {"content": "\n".join(part["text"] for part in content)}
 
 
 def _check_kwargs(tokenizer: Any, kwargs: dict[str, Any]) -> None:

@@ -5,9 +5,7 @@ They are passed explicitly and read by name; an unknown keyword is a TypeError t
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from zipage_jax.scoring import ScoringPolicy, resolve_policy
 
@@ -103,7 +101,7 @@ class EngineConfig:
     async_compression: bool = True
     batch_invariant: bool = False
     seed: int = 0
-    compression: Annotated[CompressionConfig | None, tyro.conf.Suppress] = None  # command lines have flags of their own
+    compression: CompressionConfig | None = None
 
     def __post_init__(self):
         for name in ("page_size", "max_num_seqs", "max_num_batched_tokens"):

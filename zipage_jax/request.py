@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -16,8 +17,8 @@ class SamplingParams:
     `temperature=0` is the exact argmax. `seed` fixes what is drawn: the key of a token is fold_in(seed, position), so
     neighbours, rows and buckets do not change it; None takes a seed from the engine's. `max_tokens=None` goes on until
     max_model_len. `kv_budget` is this request's own budget: None takes the engine's, an int counts entries (rounded up to
-    pages), a float in (0, 1] is a share of prompt + max_tokens (or of max_model_len), `"full"` never compresses. Keys of
-    `logit_bias` may be texts, as they are in JSON.
+    pages), a float in (0, 1] is a share of prompt + max_tokens (of max_model_len where that is None), `"full"` never
+    compresses. Keys of `logit_bias` may be texts, as they are in JSON.
     """
 
     n: int = 1
@@ -64,10 +65,9 @@ class SamplingParams:
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         check(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
-        most = self.max_tokens
-        check(most is None or (is_int("max_tokens") and most >= 1), "max_tokens", "None or an integer of at least 1")
-        fits = is_int("min_tokens") and self.min_tokens >= 0 and (most is None or self.min_tokens <= most)
-        check(fits, "min_tokens", "an integer in [0, max_tokens]")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        check(self.max_tokens is None or (is_int("max_tokens") and most >= 1), "max_tokens", "None or at least 1 token")
+        check(is_int("min_tokens") and 0 <= self.min_tokens <= most, "min_tokens", "an integer in [0, max_tokens]")
         check(self.seed is None or is_int("seed"), "seed", "an integer or None")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

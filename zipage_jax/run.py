@@ -68,7 +68,7 @@ class Arguments:
     min_p: float = 0.0
     n: int = 1
     ignore_eos: bool = False
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    engine: tyro.conf.AvoidSubcommands[tyro.conf.OmitArgPrefixes[EngineConfig]] = field(default_factory=EngineConfig)
 
     def sampling_params(self) -> SamplingParams:
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos")
@@ -101,10 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = arguments.engine_config()
         prompts = read_prompts(arguments)
-        if arguments.output is not None and not arguments.output.parent.is_dir():
-            raise ValueError(
-                f"--output {arguments.output}: there is no folder {arguments.output.parent}; make it first"
-            )
+        if arguments.output is not None:
+            check_output(arguments.output)
         params = arguments.sampling_params()
         options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         with LLM(arguments.model, random_weights=arguments.random_weights, **options) as llm:
@@ -155,10 +153,11 @@ def generate(llm: LLM, prompts: list[dict], params: SamplingParams, *, raw: bool
     templated = not raw and llm.tokenizer is not None and llm.tokenizer.chat_template
     ready = []
     for record in prompts:
+        messages = record.get("messages")
         if "prompt" in record and templated:
-            record = {"messages": [{"role": "user", "content": record["prompt"]}]}
-        if "messages" in record:
-            record = {"prompt_token_ids": render_chat(llm.get_tokenizer(), record["messages"])}
+            messages = [{"role": "user", "content": record["prompt"]}]
+        if messages is not None:
+            record = record | {"prompt_token_ids": render_chat(llm.get_tokenizer(), messages)}
         ready.append({k: v for k, v in record.items() if k in ("prompt", "prompt_token_ids")})
     try:
         return llm.generate(ready, params)
@@ -186,16 +185,24 @@ def chat_loop(llm: LLM, params: SamplingParams, console: Console) -> None:
         messages.append({"role": "assistant", "content": shown})
 
 
+def check_output(path: Path) -> None:
+    """ValueError for a path that cannot become a file: known before anything runs."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(
+            f"--output {path} must be a file in a folder that exists; make the folder or choose another path"
+        )
+
+
 def write_outputs(path: Path, prompts: list[dict], outputs: list[RequestOutput]) -> None:
-    """One JSON object a request, the prompt as it was given among its keys.
+    """One JSON object a request: its record's keys and its output's.
 
     Written beside `path` and moved over it, so that a full disk leaves no half file.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("w") as file:
-            for prompt, output in zip(prompts, outputs, strict=True):
-                file.write(json.dumps(dataclasses.asdict(output) | prompt) + "\n")
+            for record, output in zip(prompts, outputs, strict=True):
+                file.write(json.dumps(record | dataclasses.asdict(output)) + "\n")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
@@ -70,7 +69,7 @@ class Arguments:
     trace_at: int = 2000
     trace_steps: int = 0
     output_json: Path | None = None
-    engine: Annotated[EngineConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=EngineConfig)
+    engine: tyro.conf.AvoidSubcommands[tyro.conf.OmitArgPrefixes[EngineConfig]] = field(default_factory=EngineConfig)
 
 
 @dataclass

@@ -5,6 +5,7 @@ Policies are data: they hash and compare by value, so that a compiled program ca
 `needs`; a policy that contains others needs what they need.
 """
 
+import abc
 import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -28,7 +29,7 @@ class Scored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScoringPolicy:
+class ScoringPolicy(abc.ABC):
     """Base of all policies. A subclass is a frozen dataclass with a `score` method; its fields are its parameters.
 
     Attributes:
@@ -41,9 +42,9 @@ class ScoringPolicy:
     needs: ClassVar[frozenset[str]] = frozenset()
     evicts: ClassVar[bool] = True
 
+    @abc.abstractmethod
     def score(self, context: "ScoreContext") -> Scored:
         """One float32 score an entry, per row and kv head."""
-        raise NotImplementedError(f"{type(self).__name__} has no score method")
 
     @property
     def parts(self) -> tuple["ScoringPolicy", ...]:

@@ -50,9 +50,12 @@ class Random(ScoringPolicy):
 
 @dataclass(frozen=True)
 class Full(ScoringPolicy):
-    """Full KV: nothing is ever evicted. An engine with this policy runs without compression."""
+    """Full KV: nothing is ever evicted. An engine with this policy runs without compression; as a part, all scores are equal."""
 
     evicts: ClassVar = False
+
+    def score(self, context: ScoreContext) -> Scored:
+        return Scored(_over_heads(jnp.zeros((1, 1, 1), jnp.float32), context))
 
 
 def normalised(vectors):
