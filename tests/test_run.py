@@ -44,7 +44,7 @@ def test_the_exit_status_tells_of_failed_requests(directory, tmp_path, monkeypat
 @pytest.mark.parametrize("path", ["none/outputs.jsonl", "."])
 def test_an_output_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path, capsys, path):
     assert main(["-p", "a", "--output", str(tmp_path / path)]) == 2
-    assert "must be a file in a folder that exists" in capsys.readouterr().err.replace("\n", " ")
+    assert "must be a file in a folder that exists" in " ".join(capsys.readouterr().err.split())
 
 
 def test_compression_has_one_set_of_flags(capsys):
