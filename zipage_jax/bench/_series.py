@@ -39,9 +39,9 @@ class SeriesWriter:
 
     def plot(self, path: Path) -> None:
         """Draw running and waiting requests, tokens per second, occupancy and ms per step (the paper's Figures 7, 19-25)."""
-        from zipage_jax.plots import plot_series
+        from zipage_jax.plots import draw_series
 
-        plot_series(self.points, path)
+        draw_series(self.points).savefig(path, dpi=120)
 
     def _flush(self) -> None:
         steps, last = self._second, self._second[-1]

@@ -8,7 +8,6 @@ scheduling. Source of the comparisons: arXiv 2603.08743, Fig. 5, 6 and 19–25.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from zipage_jax.scheduler import Scheduler
 
 STOP_ID = 1
 NUM_LAYERS = 36
-CURVE_POINTS = 1_000
 
 VARIANTS: dict[str, dict] = {
     "zipage": {},
@@ -180,31 +178,6 @@ def run(options: Options) -> tuple[dict[str, dict[str, dict[str, float]]], dict[
     return results, curves
 
 
-def plot(curves: dict[str, dict[str, Curves]], path: Path) -> None:
-    """Running, waiting, page occupancy and tokens per second over time: a column a workload, a line a variant."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5 * len(curves), 12), layout="constrained")
-    axes = figure.subplots(4, len(curves), squeeze=False)
-    for column, (workload, variants) in enumerate(curves.items()):
-        for variant, c in variants.items():
-            stride = max(1, len(c.time_s) // CURVE_POINTS)
-            time_s = c.time_s[::stride]
-            # Tokens of the steps that ended between two points, over the time between them.
-            totals = [sum(c.tokens[i + 1 : i + 1 + stride]) for i in range(0, len(c.tokens), stride)]
-            spans = [b - a for a, b in itertools.pairwise(time_s)]
-            rates = [total / span if span else 0.0 for total, span in zip(totals, spans, strict=False)]
-            percent = [100 * share for share in c.occupancy[::stride]]
-            for row, values in enumerate((c.running[::stride], c.waiting[::stride], percent, rates)):
-                axes[row][column].plot(time_s[: len(values)], values, label=variant, linewidth=1)
-        axes[0][column].set_title(workload)
-        axes[3][column].set_xlabel("seconds")
-    for row, label in enumerate(("running requests", "waiting requests", "pages held (%)", "tokens / s")):
-        axes[row][0].set_ylabel(label)
-    axes[0][0].legend()
-    figure.savefig(path, dpi=120)
-
-
 def main(argv: list[str]) -> None:
     options = tyro.cli(Options, args=argv, prog="python -m zipage_jax.bench simulate")
     unknown = sorted(set(options.variants) - set(VARIANTS))
@@ -212,5 +185,7 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"unknown variant(s) {unknown}; known: {list(VARIANTS)}")
     results, curves = run(options)
     if options.plot is not None:
-        plot(curves, options.plot)
+        from zipage_jax.plots import draw_curves
+
+        draw_curves(curves).savefig(options.plot, dpi=120)
     print(json.dumps(results))
