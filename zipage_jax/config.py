@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zipage_jax.scoring import ScoringPolicy, resolve_policy
+from zipage_jax.scoring import PRESETS, ScoringPolicy, resolve_policy
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class CompressionConfig:
         for name in ("compress_during_prefill", "record_evictions"):
             _check_flag(name, getattr(self, name))
         object.__setattr__(self, "policy", resolve_policy(self.policy))
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     @property
     def max_pages(self) -> int:
@@ -132,6 +135,20 @@ class EngineConfig:
             object.__setattr__(self, "compression", None)
         if self.compression is not None:
             self.compression.check(self.page_size)
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+
+def changed_fields(config: Any) -> str:
+    """A configuration as it could be written: the fields that differ from their defaults, policies by their preset's name."""
+
+    def shown(value: Any) -> str:
+        return repr(next((name for name, policy in PRESETS.items() if policy == value), value))
+
+    fields = ((f, shown(getattr(config, f.name))) for f in dataclasses.fields(config))
+    changed = (f"{f.name}={text}" for f, text in fields if text != repr(f.default))
+    return f"{type(config).__name__}({', '.join(changed)})"
 
 
 def from_options(cls: type, options: dict[str, Any]):

@@ -110,6 +110,8 @@ class SamplingParams:
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16384
 LARGEST_FLOAT32 = 3.4e38
+SHOWN_CHARACTERS = 60
+"""Of a text in a repr."""
 
 
 def _is_float32(value: Any) -> bool:
@@ -147,6 +149,14 @@ class RequestStats:
     first_token_s: float | None = None
     finished_s: float | None = None
 
+    def __repr__(self) -> str:
+        """Counts that are 0 and times that are not known yet are left out."""
+        known = {name: value for name, value in vars(self).items() if value}
+        numbers = (
+            f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}" for name, value in known.items()
+        )
+        return f"RequestStats({', '.join(numbers)})"
+
 
 @dataclass
 class CompletionOutput:
@@ -162,6 +172,10 @@ class CompletionOutput:
     stats: RequestStats = field(default_factory=RequestStats)
     error: str | None = None
 
+    def __repr__(self) -> str:
+        end = self.error or self.finish_reason or "unfinished"
+        return f"CompletionOutput({self.index}: {_shortened(self.text)}, {len(self.token_ids)} tokens, {end})"
+
 
 @dataclass
 class RequestOutput:
@@ -173,6 +187,15 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def __repr__(self) -> str:
+        prompt = "" if self.prompt is None else f"{_shortened(self.prompt)}, "
+        return f"RequestOutput({self.request_id!r}, {prompt}{len(self.prompt_token_ids)} prompt tokens, {self.outputs})"
+
+
+def _shortened(text: str) -> str:
+    """`text` quoted, at most SHOWN_CHARACTERS of it."""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…")
 
 
 class RequestsFailed(RuntimeError):
