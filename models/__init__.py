@@ -7,7 +7,7 @@ logits = models.logits(model.params, model.config, hidden)
 
 from models.common import Attend, Params, logits
 from models.config import ModelConfig, RopeConfig
-from models.loading import LoadedModel, load, random_model
+from models.loading import LoadedModel, describe, load, random_model
 from models.registry import MODELS, abstract_params, forward, param_shardings, random_params
 from models.shapes import SHAPES
 
@@ -20,6 +20,7 @@ __all__ = [
     "Params",
     "RopeConfig",
     "abstract_params",
+    "describe",
     "forward",
     "load",
     "logits",

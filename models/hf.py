@@ -16,8 +16,8 @@ _BUFFER = "rotary_emb.inv_freq"
 """End of the names of a buffer that old Llama checkpoints carry; it follows from the configuration."""
 
 
-def download(repo_id: str) -> Path:
-    """The local directory of a hub repository: from the cache, or downloaded (only what `load` reads).
+def download(repo_id: str, *, weights: bool = True) -> Path:
+    """The local directory of a hub repository: from the cache, or downloaded (only what `load` reads; JSON without `weights`).
 
     Raises:
         FileNotFoundError: it is not in the cache and the hub cannot be reached, or has no such repository for us.
@@ -26,7 +26,7 @@ def download(repo_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        patterns = ["*.json", *(["*.safetensors", "*.jinja", "*.txt", "*.model"] if weights else [])]
         return Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
@@ -35,6 +35,15 @@ def download(repo_id: str) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise FileNotFoundError(f"{repo_id!r} is no local path, and the hub refuses it: {error}") from error
+
+
+def describe(path: Path) -> ModelConfig:
+    """The configuration of a local directory; ValueError if it is refused. The weights need not be there."""
+    generation = path / "generation_config.json"
+    try:
+        return from_hf(_read_json(path / "config.json"), _read_json(generation) if generation.exists() else {})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class HfDirectory:

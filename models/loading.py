@@ -9,7 +9,7 @@ from models.assemble import assemble
 from models.common import Params
 from models.config import ModelConfig
 from models.registry import random_params
-from models.shapes import shape
+from models.shapes import SHAPES, shape
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,31 @@ def load(source: str | Path, dtype: Any = "bfloat16", *, shardings: Params | Non
         directory = HfDirectory(path)
         params = assemble(directory, directory.config, dtype, shardings)
         return LoadedModel(directory.config, params, _tokenizer(path), directory.generation_config)
-    raise ValueError(
-        f"{path} is no model directory: it has no config.json (Hugging Face) and no zipage_model.json (converted)"
-    )
+    raise _no_model(path)
+
+
+def describe(source: str | Path) -> ModelConfig:
+    """The configuration of what `load` would load, or of a named shape (`models.SHAPES`). Reads no weights.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: as `load`.
+    """
+    if source in SHAPES:
+        return SHAPES[source]
+    path = _locate(source, weights=False)
+    if path.is_file():
+        from models.gguf_file import GgufFile
+
+        return GgufFile(path).config
+    if (path / "zipage_model.json").exists():
+        from models import checkpoint
+
+        return checkpoint.describe(path)[0]
+    if (path / "config.json").exists():
+        from models import hf
+
+        return hf.describe(path)
+    raise _no_model(path)
 
 
 def random_model(
@@ -69,7 +91,13 @@ def random_model(
     return LoadedModel(config, random_params(config, dtype, seed, shardings))
 
 
-def _locate(source: str | Path) -> Path:
+def _no_model(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} is no model directory: it has no config.json (Hugging Face) and no zipage_model.json (converted)"
+    )
+
+
+def _locate(source: str | Path, *, weights: bool = True) -> Path:
     if source == "smollm2":
         from models.gguf_file import default_model_path
 
@@ -82,7 +110,7 @@ def _locate(source: str | Path) -> Path:
     if isinstance(source, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         from models.hf import download
 
-        return download(source)
+        return download(source, weights=weights)
     raise FileNotFoundError(
         f"no model at {source!r}: give 'smollm2', a GGUF file, a model directory or a hub id (owner/name)"
     )

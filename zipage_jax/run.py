@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from zipage_jax.chat import render_chat
 from zipage_jax.config import CompressionConfig, EngineConfig
+from zipage_jax.explain import explain
 from zipage_jax.llm import LLM
 from zipage_jax.request import RequestOutput, RequestsFailed, SamplingParams
 
@@ -41,6 +43,8 @@ class Arguments:
         chat: talk to the model.
         raw: give prompts to the model as they are, without its chat template.
         output: write one JSON object a request to this file.
+        explain: print the memory plan on a GPU of this name (h200, a100, …) instead of running; loads no weights.
+        version: print the versions of zipage-jax and jax.
         budget_pages: pages a request keeps when it compresses; "None" is full KV.
         policy: which entries it keeps: a preset of zipage_jax.scoring.
         window: last tokens of a page whose queries score the cache.
@@ -56,6 +60,8 @@ class Arguments:
     chat: bool = False
     raw: bool = False
     output: Path | None = None
+    explain: str | None = None
+    version: bool = False
     budget_pages: int | None = None
     policy: str = "zipage"
     window: int = 16
@@ -98,8 +104,14 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     named = any(arg in ("-m", "--model") or arg.startswith("--model=") for arg in argv)
     arguments = tyro.cli(Arguments, args=argv, default=Arguments() if named else DEMO, prog="python -m zipage_jax.run")
+    if arguments.version:
+        console.print(", ".join(f"{name} {version(name)}" for name in ("zipage-jax", "jax")), highlight=False)
+        return 0
     try:
         config = arguments.engine_config()
+        if arguments.explain is not None:
+            console.print(explain(arguments.model, config, arguments.explain))
+            return 0
         prompts = read_prompts(arguments)
         if arguments.output is not None:
             check_output(arguments.output)
