@@ -1,0 +1,105 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: -all
+#     notebook_metadata_filter: kernelspec,jupytext,-all
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.7
+# ---
+
+# %% [markdown]
+# # 1 · Quickstart
+#
+# Generate, chat and stream under a fixed KV budget, and read what it cost. The model is SmolLM2-135M-Instruct, which is
+# installed with the development dependencies. On a CPU the first call of each kind compiles for some seconds.
+
+# %%
+from zipage_jax import LLM, CompressionConfig, SamplingParams
+
+llm = LLM(
+    "smollm2",
+    page_size=16,
+    num_pages=128,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_model_len=512,
+    compression=CompressionConfig(budget_pages=4),
+)
+llm
+
+# %% [markdown]
+# Pages hold 16 entries (cached tokens). A request that compresses keeps 4 pages and holds at most one more
+# (N_max = 5), however long it gets. Real models use larger pages and budgets: 256 and 4 to 8 for an 8B model.
+#
+# ## Generate
+
+# %%
+greedy = SamplingParams(temperature=0.0, max_tokens=96)
+outputs = llm.generate(["The capital of France is", "Two plus two is"], greedy)
+for output in outputs:
+    print(repr(output.prompt), "->", output.outputs[0].text[:100])
+
+# %% [markdown]
+# ## What it cost
+#
+# `length` counts prompt and output. Under full KV a request would hold `length / 16` pages; here it never held more than
+# five. Evicted entries are counted for each layer and kv head, since every head chooses its own.
+
+# %%
+outputs[0].outputs[0].stats
+
+# %% [markdown]
+# ## Chat
+#
+# `chat` renders messages with the model's own template.
+
+# %%
+(answer,) = llm.chat([{"role": "user", "content": "Name three colours."}], greedy)
+print(answer.outputs[0].text)
+
+# %% [markdown]
+# ## Stream
+#
+# `stream` yields the output so far whenever it grew. Leaving the loop early, or interrupting the cell, ends the request and
+# frees its pages; the engine can be used on.
+
+# %%
+shown = 0
+for output in llm.stream("Once upon a time", SamplingParams(temperature=0.0, max_tokens=40)):
+    text = output.outputs[0].text
+    print(text[shown:], end="", flush=True)
+    shown = len(text)
+
+# %% [markdown]
+# ## Budgets of single requests
+#
+# `kv_budget` gives a request a budget of its own: a number of entries, a share of prompt + max_tokens, or `"full"`. The same
+# prompt, side by side in one batch:
+
+# %%
+budgets = ["full", 96, 48]
+params = [SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True, kv_budget=budget) for budget in budgets]
+outputs = llm.generate(["The history of lighthouses begins"] * len(budgets), params)
+for budget, output in zip(budgets, outputs, strict=True):
+    stats = output.outputs[0].stats
+    print(f"kv_budget={budget!s:5} at most {stats.peak_pages:2} pages, {stats.num_compressions} compressions")
+
+# %% [markdown]
+# ## Statistics of the engine
+#
+# Totals since it was built; `llm.metrics.recent` has the last steps one by one (notebook 5 draws them).
+
+# %%
+llm.metrics
+
+# %% [markdown]
+# ## Hand the memory back
+#
+# `close`, or `with LLM(...) as llm:`, frees parameters and cache, so that the next cell can build another engine.
+
+# %%
+llm.close()
+llm

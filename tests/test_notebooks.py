@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom in three minutes; its two files are in step and carry no outputs."""
+
+import pathlib
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.py"))
+pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(180)]
+
+
+def library(name: str):
+    try:
+        return __import__(name)
+    except ImportError:
+        pytest.fail(f"{name} is missing; install it with `uv sync --extra notebooks`", pytrace=False)
+
+
+def test_all_are_there():
+    assert len(NOTEBOOKS) == 6
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_both_files_say_the_same(name):
+    source = library("jupytext").read(FOLDER / f"{name}.py")
+    paired = library("nbformat").read(FOLDER / f"{name}.ipynb", as_version=4)
+    cells = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (source, paired)]
+    assert cells[0] == cells[1], "write it again: uv run --extra notebooks jupytext --sync notebooks/*.py"
+    code = [cell for cell in paired.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), "strip the outputs"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_runs(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    notebook = library("jupytext").read(FOLDER / f"{name}.py")
+    resources = {"metadata": {"path": str(FOLDER)}}
+    library("nbclient").NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources).execute()
