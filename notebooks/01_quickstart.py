@@ -22,22 +22,23 @@ from zipage_jax import LLM, CompressionConfig, SamplingParams
 llm = LLM(
     "smollm2",
     page_size=16,
-    num_pages=128,
+    num_pages=64,
     max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_model_len=512,
+    max_num_batched_tokens=16,
+    max_model_len=128,
     compression=CompressionConfig(budget_pages=4),
 )
 llm
 
 # %% [markdown]
 # Pages hold 16 entries (cached tokens). A request that compresses keeps 4 pages and holds at most one more
-# (N_max = 5), however long it gets. Real models use larger pages and budgets: 256 and 4 to 8 for an 8B model.
+# (N_max = 5), however long it gets. Sizes are small here, so that a CPU compiles and runs them soon; for an 8B model on a GPU
+# leave them out and take pages of 256 entries and budgets of 4 to 8.
 #
 # ## Generate
 
 # %%
-greedy = SamplingParams(temperature=0.0, max_tokens=96)
+greedy = SamplingParams(temperature=0.0, max_tokens=88)
 outputs = llm.generate(["The capital of France is", "Two plus two is"], greedy)
 for output in outputs:
     print(repr(output.prompt), "->", output.outputs[0].text[:100])
@@ -80,8 +81,8 @@ for output in llm.stream("Once upon a time", SamplingParams(temperature=0.0, max
 # prompt, side by side in one batch:
 
 # %%
-budgets = ["full", 96, 48]
-params = [SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True, kv_budget=budget) for budget in budgets]
+budgets = ["full", 48, 32]
+params = [SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, kv_budget=budget) for budget in budgets]
 outputs = llm.generate(["The history of lighthouses begins"] * len(budgets), params)
 for budget, output in zip(budgets, outputs, strict=True):
     stats = output.outputs[0].stats

@@ -29,12 +29,12 @@ PROMPT = (
     "Anna keeps a lighthouse. Her secret number is 7391. Every morning she climbs the stairs, cleans the lamp and writes "
     "the weather into her book. Every evening she lights the lamp and waits for the ships. One day"
 )
-params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+params = SamplingParams(temperature=0.0, max_tokens=72, ignore_eos=True)
 
 
 def survivors(policy):
     settings = CompressionConfig(budget_pages=4, policy=policy, record_evictions=True)
-    sizes = {"page_size": 16, "num_pages": 16, "max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 256}
+    sizes = {"page_size": 16, "num_pages": 16, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 128}
     with LLM("smollm2", compression=settings, **sizes) as llm:
         found = generate_survivors(llm, PROMPT, params)
         return found, [llm.get_tokenizer().decode([token]) for token in found.token_ids]

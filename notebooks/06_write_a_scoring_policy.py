@@ -63,7 +63,7 @@ PRESETS["key-norm-diverse"] = KeepFirst(Blend(MaxNorm(KeyNorm()), MaxNorm(Redund
 # %%
 prompt = "The keeper of the lighthouse wrote every evening into her book: "
 params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
-sizes = {"page_size": 16, "num_pages": 16, "max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 128}
+sizes = {"page_size": 16, "num_pages": 16, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 128}
 alive = {}
 for policy in ("key-norm", "key-norm-diverse"):
     settings = CompressionConfig(budget_pages=3, policy=policy, record_evictions=True)
