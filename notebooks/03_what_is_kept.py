@@ -1,13 +1,9 @@
 # ---
 # jupyter:
-#   jupytext:
-#     cell_metadata_filter: -all
-#     notebook_metadata_filter: kernelspec,jupytext,-all
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#       format_version: '1.3'
-#       jupytext_version: 1.19.7
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
 # ---
 
 # %% [markdown]
