@@ -36,13 +36,14 @@ def survivors(policy):
         return found, [llm.get_tokenizer().decode([token]) for token in found.token_ids]
 
 
-results = {policy: survivors(policy) for policy in ("zipage", "snapkv", "streaming-llm")}
+results = {policy: survivors(policy) for policy in ("zipage", "g-kv", "h2o")}
 
 # %% [markdown]
 # ## Heat maps
 #
-# A row is one kv head of one layer, a column one token; blue is alive. `streaming-llm` keeps the first and the newest
-# tokens, everywhere the same. The others choose head by head: vertical lines are tokens that most heads keep.
+# A row is one kv head of one layer, a column one token; blue is alive. Vertical lines are tokens that most heads keep; the block
+# at the right are the newest tokens. `h2o` gives those half of the budget, whatever they are; `zipage` and `g-kv` choose head
+# by head, and drop keys that newer ones repeat.
 
 # %%
 num_tokens = len(results["zipage"][0].token_ids)
