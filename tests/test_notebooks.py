@@ -1,4 +1,7 @@
-"""Every notebook runs from top to bottom in three minutes; its two files are in step and carry no outputs."""
+"""Every notebook runs from top to bottom; its two files are in step and carry no outputs.
+
+One is to take less than three minutes on two cores of its own; twice that is given, for machines that do other things too.
+"""
 
 import pathlib
 
@@ -6,7 +9,8 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.py"))
-pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(180)]
+SECONDS = 360
+pytestmark = [pytest.mark.notebooks, pytest.mark.timeout(SECONDS)]
 
 
 def library(name: str):
@@ -37,4 +41,4 @@ def test_runs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     notebook = library("jupytext").read(FOLDER / f"{name}.py")
     resources = {"metadata": {"path": str(FOLDER)}}
-    library("nbclient").NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources).execute()
+    library("nbclient").NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources).execute()
